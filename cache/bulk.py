@@ -1,0 +1,121 @@
+"""Many decisions at once: what merging and importing are made of."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from sqlalchemy import Connection, Table, delete, func, insert, select, tuple_
+
+from .evidence import newer
+from .queries import DECISION_SLOT, DECISIONS, MEASUREMENTS, records_of, slot_values
+from .records import DecisionRecord, time_text
+from .rows import decision_row, measurement_row
+
+BATCH = 1000
+_LOOKED_UP = 250
+"""Slots looked up by one statement; with its columns that stays below the number of parameters that SQLite takes."""
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """What became of the decisions that were brought to a store.
+
+    Attributes:
+        added: Found no decision in their slot.
+        replaced: Took the place of an older one.
+        kept: Were there already, or older than what was.
+        refused: Rows that could not be believed.
+    """
+
+    added: int = 0
+    replaced: int = 0
+    kept: int = 0
+    refused: int = 0
+
+    def __iadd__(self, other: "Tally") -> "Tally":
+        self.added += other.added
+        self.replaced += other.replaced
+        self.kept += other.kept
+        self.refused += other.refused
+        return self
+
+
+def batches(records: Iterable[DecisionRecord]) -> Iterator[list[DecisionRecord]]:
+    """The records in runs that one transaction each takes."""
+    left = iter(records)
+    while batch := list(islice(left, BATCH)):
+        yield batch
+
+
+def put_decisions(connection: Connection, records: Sequence[DecisionRecord]) -> Tally:
+    """Merges decisions into a store: of two in one slot the later stays."""
+    tally = Tally()
+    wanted: dict[tuple[Any, ...], DecisionRecord] = {}
+    for record in records:
+        slot = slot_values(record)
+        wanted[slot] = newer(wanted[slot], record) if slot in wanted else record
+    stored = _stored(connection, list(wanted))
+    for slot, (row_id, created_at) in stored.items():
+        if not _supersedes(connection, wanted[slot], row_id, created_at):
+            del wanted[slot]
+            tally.kept += 1
+    obsolete = [stored[slot][0] for slot in wanted if slot in stored]
+    for start in range(0, len(obsolete), BATCH):
+        ids = obsolete[start : start + BATCH]
+        connection.execute(delete(MEASUREMENTS).where(MEASUREMENTS.c.decision_id.in_(ids)))
+        connection.execute(delete(DECISIONS).where(DECISIONS.c.id.in_(ids)))
+    tally.replaced = len(obsolete)
+    tally.added = len(wanted) - len(obsolete)
+    _insert(connection, list(wanted.values()))
+    return tally
+
+
+def _stored(connection: Connection, slots: list[tuple[Any, ...]]) -> dict[tuple[Any, ...], tuple[int, str]]:
+    """Id and moment of the decisions that are stored in some of the slots."""
+    columns = [DECISIONS.c[name] for name in DECISION_SLOT]
+    found: dict[tuple[Any, ...], tuple[int, str]] = {}
+    if connection.execute(select(DECISIONS.c.id).limit(1)).first() is None:
+        return found
+    for start in range(0, len(slots), _LOOKED_UP):
+        some = tuple_(*columns).in_(slots[start : start + _LOOKED_UP])
+        for row in connection.execute(select(*columns, DECISIONS.c.id, DECISIONS.c.created_at).where(some)):
+            found[tuple(row[:-2])] = (row[-2], row[-1])
+    return found
+
+
+def _supersedes(connection: Connection, record: DecisionRecord, row_id: int, created_at: str) -> bool:
+    moment = time_text(record.created_at)
+    if moment != created_at:
+        return moment > created_at
+    rows = connection.execute(select(DECISIONS).where(DECISIONS.c.id == row_id)).mappings().all()
+    known = next(iter(records_of(connection, rows)), None)
+    return known is None or (known != record and newer(known, record) is record)
+
+
+def _insert(connection: Connection, records: Sequence[DecisionRecord]) -> None:
+    if not records:
+        return
+    ids = _fresh_ids(connection, len(records))
+    rows = [{"id": row_id, **decision_row(record)} for row_id, record in zip(ids, records, strict=True)]
+    connection.execute(insert(DECISIONS), rows)
+    measurements = [
+        measurement_row(each, row_id)
+        for row_id, record in zip(ids, records, strict=True)
+        for each in record.measurements
+    ]
+    if measurements:
+        connection.execute(insert(MEASUREMENTS), measurements)
+
+
+def _fresh_ids(connection: Connection, number: int) -> list[int]:
+    """Row ids that nobody else uses: the write lock sees to that on SQLite, a sequence on a server."""
+    if connection.dialect.name == "sqlite":
+        last = connection.execute(select(func.max(DECISIONS.c.id))).scalar_one() or 0
+        return list(range(last + 1, last + 1 + number))
+    sequence = func.nextval(func.pg_get_serial_sequence(_name(DECISIONS), "id"))
+    return list(connection.execute(select(sequence).select_from(func.generate_series(1, number).alias())).scalars())
+
+
+def _name(table: Table) -> str:
+    return str(table.name)

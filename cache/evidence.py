@@ -1,0 +1,122 @@
+"""Which of several decisions for one key is believed.
+
+Both functions rest on total orders that depend on nothing but the records, so every reader of the same rows, in whatever
+order it met them, comes to the same answer.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+from .records import MAX_MEASUREMENTS, DecisionRecord, FailureClass, MeasurementRecord, MissRecord, utc_now
+from .validation import DECISION
+
+SOURCE_RANK = {"pinned": 3, "measured": 2, "imported": 1, "predicted": 0}
+"""Strength of a stored source. A choice forced by an environment variable stands between pinned and measured."""
+
+Lifetimes = dict[FailureClass, timedelta | None]
+
+LIFETIMES: Lifetimes = {
+    "compile": None,
+    "overflow": None,
+    "wrong": None,
+    "memory": timedelta(days=1),
+    "timeout": timedelta(days=7),
+    "device": timedelta(0),
+}
+"""How long a failure is believed. None: as long as the revision and the environment, which holds the compiler version, last."""
+
+
+def digest(record: DecisionRecord) -> str:
+    """SHA-256 over the record's canonical JSON."""
+    return hashlib.sha256(DECISION.dump_json(record)).hexdigest()
+
+
+def strength(record: DecisionRecord) -> tuple[int, bool, int, datetime, str]:
+    """Sort key of evidence: source, a gain outside the noise, number of samples, age, and content as the last resort."""
+    samples = sum(len(each.samples) for each in record.measurements if each.state == "ok")
+    certain = record.gain_low is not None and record.gain_low > 0
+    return SOURCE_RANK[record.source], certain, samples, record.created_at, digest(record)
+
+
+def believed(failure: MeasurementRecord, record: DecisionRecord) -> bool:
+    """Whether a failed measurement of a decision still counts: its class's lifetime has not run out.
+
+    A failure dated in the future, as a clock that jumped leaves behind, has no age and counts only if its class never expires.
+    """
+    if failure.state == "wrong":
+        return True
+    if failure.state != "failed":
+        return False
+    lifetime = LIFETIMES.get(failure.failure, timedelta(days=1))
+    if lifetime is None:
+        return True
+    age = utc_now() - (failure.measured_at or record.created_at)
+    return timedelta(0) <= age < lifetime
+
+
+def failures(records: Iterable[DecisionRecord]) -> dict[tuple[str, str], MeasurementRecord]:
+    """Failures that still count, by candidate and revision; a wrong result weighs more than any other."""
+    found: dict[tuple[str, str], MeasurementRecord] = {}
+    for record in records:
+        for each in record.measurements:
+            if believed(each, record):
+                place = (each.candidate, each.revision)
+                if place not in found or each.state == "wrong":
+                    found[place] = each
+    return found
+
+
+def choose(records: Iterable[DecisionRecord]) -> DecisionRecord | None:
+    """The strongest decision whose winner is not known to fail; None where there is none."""
+    kept = tuple(records)
+    bad = failures(kept)
+    usable = [record for record in kept if (record.candidate, record.revision) not in bad]
+    if len(usable) <= 1:
+        return usable[0] if usable else None
+    return max(usable, key=strength)
+
+
+def newer(one: DecisionRecord, other: DecisionRecord) -> DecisionRecord:
+    """The later of two states of one slot (same key, environment, source and host)."""
+    return max(one, other, key=lambda record: (record.created_at, digest(record)))
+
+
+def succeed(old: DecisionRecord, new: DecisionRecord) -> DecisionRecord:
+    """A decision as the successor of the one in its slot.
+
+    The evidence of candidates that the new one does not mention is kept: a new candidate is measured against the incumbent
+    alone. The moment never goes backward within a slot, whatever the clock did, so that the newer record stays the newer one.
+    """
+    measured = {each.candidate for each in new.measurements}
+    kept = [
+        each if each.measured_at else replace(each, measured_at=old.created_at)
+        for each in old.measurements
+        if each.candidate not in measured and (each.state != "failed" or believed(each, old))
+    ]
+    return replace(
+        new,
+        created_at=max(new.created_at, old.created_at + timedelta(microseconds=1)),
+        measurements=(*new.measurements, *kept)[:MAX_MEASUREMENTS],
+    )
+
+
+def storable(record: DecisionRecord) -> DecisionRecord:
+    """The record without what must not be remembered: the fault of a device says nothing about a candidate."""
+    if all(each.failure != "device" for each in record.measurements):
+        return record
+    return replace(record, measurements=tuple(each for each in record.measurements if each.failure != "device"))
+
+
+def with_failure(record: DecisionRecord, failure: MeasurementRecord, host: str) -> DecisionRecord:
+    """A decision as a host that saw its winner fail knows it."""
+    failure = replace(failure, candidate=record.candidate, revision=record.revision, measured_at=utc_now())
+    others = [each for each in record.measurements if each.candidate != record.candidate]
+    return replace(record, measurements=(failure, *others)[:MAX_MEASUREMENTS], created_at=utc_now(), host=host)
+
+
+def merged_miss(one: MissRecord, other: MissRecord) -> MissRecord:
+    """Two states of one miss count as one. A host's count only grows, so the larger one holds the smaller."""
+    last = max(one, other, key=lambda miss: (miss.last_seen, miss.count, miss.reason))
+    return replace(last, count=max(one.count, other.count), first_seen=min(one.first_seen, other.first_seen))

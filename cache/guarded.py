@@ -1,0 +1,198 @@
+"""A store that may fail, behind one that does not: trouble is said once, memory takes over, and the store is tried again."""
+
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+from .evidence import choose
+from .faults import Fault, StoreError
+from .forking import ProcessLock
+from .interface import DecisionStore
+from .memory import MemoryStore, frequency
+from .records import DecisionRecord, EnvironmentRecord, KeyRecord, MissRecord
+
+logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+
+FIRST_RETRY_S = 5.0
+LAST_RETRY_S = 300.0
+
+
+class GuardedStore:
+    """The operations of a store, none of which raises `StoreError`.
+
+    While the store cannot be used, what is published is kept in memory, answers lookups, and is written once the store
+    answers again. The store is tried again after a pause that grows from outage to outage.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        opener: Callable[[Fault | None], DecisionStore],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Opens the store, or starts without it.
+
+        Args:
+            name: Where it keeps things, for people.
+            opener: Opens it; is told the fault that ended its last use.
+            clock: Seconds that only go forward.
+        """
+        self.name = name
+        self._opener = opener
+        self._clock = clock
+        self._lock = ProcessLock()
+        self._store: DecisionStore | None = None
+        self._memory = MemoryStore()
+        self._pending: dict[tuple[object, ...], tuple[DecisionRecord, EnvironmentRecord]] = {}
+        self._pending_misses: list[MissRecord] = []
+        self._fault: Fault | None = None
+        self._said = False
+        self._pause_s = FIRST_RETRY_S
+        self._open_at = self._write_at = clock()
+        self._opened()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the store behind did all that was last asked of it."""
+        return not self._said
+
+    def publish(self, decision: DecisionRecord, environment: EnvironmentRecord) -> DecisionRecord:
+        """Stores a decision, in memory where nothing better is to be had; returns it as stored."""
+        stored = self._try(lambda store: store.publish(decision, environment), write=True)
+        if stored is not None:
+            return stored
+        kept = self._memory.publish(decision, environment)
+        with self._lock:
+            self._pending[(kept.environment, kept.key, kept.source, kept.host)] = (kept, environment)
+        return kept
+
+    def evidence(self, key: KeyRecord, environment: str) -> tuple[DecisionRecord, ...]:
+        """Every decision for a key in an environment."""
+        found = self._try(lambda store: store.evidence(key, environment)) or ()
+        return (*found, *self._waiting(key, environment))
+
+    def lookup(self, key: KeyRecord, environment: str) -> DecisionRecord | None:
+        """The strongest decision whose winner is not known to fail."""
+        return choose(self.evidence(key, environment))
+
+    def decisions(self, *, environment: str | None = None, op: str | None = None) -> Iterator[DecisionRecord]:
+        """Every decision."""
+        found = self._try(lambda store: list(store.decisions(environment=environment, op=op))) or []
+        yield from found
+        with self._lock:
+            waiting = [record for record, _ in self._pending.values()]
+        for record in waiting:
+            if environment in (None, record.environment) and op in (None, record.key.op):
+                yield record
+
+    def environments(self) -> list[EnvironmentRecord]:
+        """Every environment, by id."""
+        found = {each.id: each for each in self._memory.environments()}
+        found |= {each.id: each for each in self._try(lambda store: store.environments()) or []}
+        return [found[name] for name in sorted(found)]
+
+    def record_misses(self, misses: Iterable[MissRecord]) -> None:
+        """Adds misses to their counts."""
+        kept = list(misses)
+
+        def record(store: DecisionStore) -> bool:
+            store.record_misses(kept)
+            return True
+
+        if not self._try(record, write=True):
+            with self._lock:
+                self._pending_misses.extend(kept)
+
+    def misses(self, environment: str | None = None) -> list[MissRecord]:
+        """Every miss, the most frequent first."""
+        found = self._try(lambda store: store.misses(environment)) or []
+        with self._lock:
+            memory = MemoryStore()
+            memory.record_misses(self._pending_misses)
+        return sorted([*found, *memory.misses(environment)], key=frequency)
+
+    def close(self) -> None:
+        """Writes what waits, if that works at once, and gives the store back."""
+        with self._lock:
+            if self._pending or self._pending_misses:
+                self._try(lambda store: True, write=True)
+            if self._store is not None:
+                self._store.close()
+
+    def _waiting(self, key: KeyRecord, environment: str) -> tuple[DecisionRecord, ...]:
+        if not self._pending:
+            return ()
+        with self._lock:
+            return tuple(
+                record
+                for record, _ in self._pending.values()
+                if record.key == key and record.environment == environment
+            )
+
+    def _try(self, action: Callable[[DecisionStore], _Result], *, write: bool = False) -> _Result | None:
+        """What an action on the store returns; None where the store cannot be used for it."""
+        store = self._opened()
+        if store is None or (write and self._clock() < self._write_at):
+            return None
+        try:
+            if self._pending or self._pending_misses:
+                self._flush(store)
+            result = action(store)
+        except StoreError as error:
+            self._failed(error)
+            return None
+        if self._said and (write or self._fault is not Fault.READ_ONLY):
+            self._healed()
+        return result
+
+    def _opened(self) -> DecisionStore | None:
+        """The store, opened if it is not and its time has come."""
+        store = self._store
+        if store is not None and not (self._fault is Fault.READ_ONLY and self._clock() >= self._write_at):
+            return store
+        with self._lock:
+            if self._clock() < self._open_at:
+                return self._store
+            try:
+                # What could only be read may be writable by now, which only opening it anew shows.
+                if self._store is not None:
+                    self._store.close()
+                self._store = self._opener(self._fault)
+            except StoreError as error:
+                self._failed(error)
+            return self._store
+
+    def _flush(self, store: DecisionStore) -> None:
+        with self._lock:
+            if self._clock() < self._write_at:
+                return
+            for slot, (record, environment) in list(self._pending.items()):
+                store.publish(record, environment)
+                del self._pending[slot]
+            if self._pending_misses:
+                store.record_misses(self._pending_misses)
+                self._pending_misses = []
+
+    def _failed(self, error: StoreError) -> None:
+        with self._lock:
+            self._fault = error.fault
+            self._write_at = self._clock() + random.uniform(0.5, 1.0) * self._pause_s
+            self._pause_s = min(2 * self._pause_s, LAST_RETRY_S)
+            if error.fault is not Fault.READ_ONLY:
+                self._open_at = self._write_at
+                if self._store is not None:
+                    self._store.close()
+                    self._store = None
+            if not self._said:
+                self._said = True
+                logger.warning("%s; decisions are kept in memory until it can be used again", error)
+
+    def _healed(self) -> None:
+        with self._lock:
+            self._fault, self._said, self._pause_s = None, False, FIRST_RETRY_S
+        logger.info("%s: answers again", self.name)

@@ -1,0 +1,286 @@
+"""The layers of decisions: the user's file, a server, site files, the file that comes with the package, or a pin file.
+
+Evidence decides first: pinned > forced > own measured > imported measured > predicted. Of equal evidence, the nearer layer wins.
+"""
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from .evidence import SOURCE_RANK, failures, strength, with_failure
+from .faults import Fault
+from .file import Store
+from .guarded import GuardedStore
+from .hosts import this_host
+from .interface import DecisionStore
+from .memory import MemoryStore
+from .pins import read_pins
+from .records import DecisionRecord, EnvironmentRecord, KeyRecord, MeasurementRecord, MissRecord
+from .seal import warn_about
+from .server import ServerDatabase, ServerStore
+from .store import default_path, open_store
+
+logger = logging.getLogger(__name__)
+
+PACKAGED = Path(__file__).with_name("packaged.sqlite")
+"""Decisions that ship with the package, where it ships any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer.
+
+    Attributes:
+        kind: `user`, `server`, `site`, `packaged` or `pins`.
+        store: What it holds.
+    """
+
+    kind: str
+    store: DecisionStore
+
+    @property
+    def name(self) -> str:
+        """Kind and place, for people."""
+        return f"{self.kind}: {self.store.name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolution:
+    """A decision and where it came from.
+
+    Attributes:
+        record: The decision; its source is what it counts as here, so another host's `measured` reads `imported`.
+        layer: The layer that holds it.
+        used: Whether it is the one that is used for its key.
+    """
+
+    record: DecisionRecord
+    layer: Layer
+    used: bool
+
+
+class LayeredStore:
+    """The layers as one store. What is published goes to the user's file and to the server; the others are only read.
+
+    Attributes:
+        layers: Every layer, the nearest first.
+        pin_hash: Hash of the pin file, where one is used; nothing else then answers.
+    """
+
+    def __init__(
+        self,
+        user: DecisionStore,
+        *,
+        server: DecisionStore | None = None,
+        sites: Sequence[DecisionStore] = (),
+        packaged: DecisionStore | None = None,
+        pins: DecisionStore | None = None,
+        pin_hash: str = "",
+        host: str | None = None,
+    ) -> None:
+        self._host = host or this_host()
+        self._user = user
+        self._server = server
+        self.pin_hash = pin_hash
+        found = [("user", user), ("server", server), *(("site", site) for site in sites), ("packaged", packaged)]
+        if pins is not None:
+            found = [("pins", pins)]
+        self.layers = tuple(Layer(kind=kind, store=store) for kind, store in found if store is not None)
+
+    @property
+    def name(self) -> str:
+        """The layer that is written."""
+        return self._user.name
+
+    def resolve(
+        self, key: KeyRecord, environments: Sequence[str], *, known: Iterable[str] | None = None
+    ) -> Resolution | None:
+        """The decision for a key.
+
+        Args:
+            key: The call.
+            environments: Ids of environments to ask, one after the other; the first that has a decision answers.
+            known: Ids of the candidates that exist; decisions for others are passed over.
+
+        Returns:
+            The decision and its layer, or None.
+        """
+        wanted = None if known is None else frozenset(known)
+        for environment in environments:
+            if found := self._resolve(key, environment, wanted):
+                return found
+        return None
+
+    def lookup(self, key: KeyRecord, environment: str) -> DecisionRecord | None:
+        """The decision for a key in an environment, its source as it counts here."""
+        found = self.resolve(key, (environment,))
+        return found.record if found else None
+
+    def evidence(self, key: KeyRecord, environment: str) -> tuple[DecisionRecord, ...]:
+        """Every decision for a key in an environment, of all layers, their sources as they count here."""
+        return tuple(record for _, record in self._evidence(key, environment, self.layers))
+
+    def publish(self, decision: DecisionRecord, environment: EnvironmentRecord) -> DecisionRecord:
+        """Stores a decision in the user's file and on the server."""
+        stored = self._user.publish(decision, environment)
+        if self._server is not None:
+            self._server.publish(stored, environment)
+        return stored
+
+    def quarantine(self, record: DecisionRecord, failure: MeasurementRecord) -> None:
+        """Stores that a decision's winner failed; while the failure is believed, the decision is not used.
+
+        Args:
+            record: The decision that was used.
+            failure: How its winner failed. The fault of a device says nothing about a candidate and is not stored.
+        """
+        if failure.failure == "device":
+            return
+        facts = next((each for each in self.environments() if each.id == record.environment), None)
+        environment = facts or EnvironmentRecord(id=record.environment)
+        self._user.publish(with_failure(record, failure, self._host), environment)
+
+    def decisions(self, *, environment: str | None = None, op: str | None = None) -> Iterator[DecisionRecord]:
+        """The decision that is used for each key."""
+        for resolution in self.resolutions(environment=environment, op=op):
+            if resolution.used:
+                yield resolution.record
+
+    def resolutions(self, *, environment: str | None = None, op: str | None = None) -> Iterator[Resolution]:
+        """Every decision of every layer, and whether it is the one that is used for its key."""
+        groups: dict[tuple[str, KeyRecord], list[tuple[Layer, DecisionRecord]]] = {}
+        for layer in self.layers:
+            for record in layer.store.decisions(environment=environment, op=op):
+                place = (record.environment, record.key)
+                groups.setdefault(place, []).append((layer, self._counted(layer, record)))
+        for group in groups.values():
+            best = self._best(group)
+            for layer, record in group:
+                yield Resolution(record=record, layer=layer, used=best is not None and record is best[1])
+
+    def environments(self) -> list[EnvironmentRecord]:
+        """Every environment of every layer, by id."""
+        found: dict[str, EnvironmentRecord] = {}
+        for layer in self.layers:
+            found = {each.id: each for each in layer.store.environments()} | found
+        return [found[name] for name in sorted(found)]
+
+    def record_misses(self, misses: Iterable[MissRecord]) -> None:
+        """Adds misses to their counts, in the user's file."""
+        self._user.record_misses(misses)
+
+    def misses(self, environment: str | None = None) -> list[MissRecord]:
+        """Every miss of the user's file, the most frequent first."""
+        return self._user.misses(environment)
+
+    def close(self) -> None:
+        """Closes every layer."""
+        for store in {
+            id(each): each for each in (self._user, self._server, *(layer.store for layer in self.layers))
+        }.values():
+            if store is not None:
+                store.close()
+
+    def _resolve(self, key: KeyRecord, environment: str, known: frozenset[str] | None) -> Resolution | None:
+        near = [layer for layer in self.layers if layer.kind != "server"]
+        found = self._evidence(key, environment, near)
+        # The server is asked where the near layers miss, not for every key of every process.
+        server = next((layer for layer in self.layers if layer.kind == "server"), None)
+        best = self._best(found, known)
+        if server is not None and (best is None or SOURCE_RANK[best[1].source] < SOURCE_RANK["imported"]):
+            remote = self._evidence(key, environment, [server])
+            found += remote
+            best = self._best(found, known)
+            if best is not None and best[0] is server:
+                self._keep(best[1], server)
+        return None if best is None else Resolution(record=best[1], layer=best[0], used=True)
+
+    def _keep(self, record: DecisionRecord, server: Layer) -> None:
+        """Copies what the server answered into the user's file, where it is found while the server is away."""
+        facts = next((each for each in server.store.environments() if each.id == record.environment), None)
+        self._user.publish(record, facts or EnvironmentRecord(id=record.environment))
+
+    def _evidence(
+        self, key: KeyRecord, environment: str, layers: Iterable[Layer]
+    ) -> list[tuple[Layer, DecisionRecord]]:
+        return [
+            (layer, self._counted(layer, record))
+            for layer in layers
+            for record in layer.store.evidence(key, environment)
+        ]
+
+    def _counted(self, layer: Layer, record: DecisionRecord) -> DecisionRecord:
+        """The record with the source that it counts as: only what this user or this host measured is its own."""
+        own = layer.kind == "user" or (layer.kind == "server" and record.host == self._host)
+        return record if own or record.source != "measured" else replace(record, source="imported")
+
+    def _best(
+        self, found: Sequence[tuple[Layer, DecisionRecord]], known: frozenset[str] | None = None
+    ) -> tuple[Layer, DecisionRecord] | None:
+        bad = failures(record for _, record in found)
+        usable = [
+            each
+            for each in found
+            if (each[1].candidate, each[1].revision) not in bad and (known is None or each[1].candidate in known)
+        ]
+        if len(usable) <= 1:
+            return usable[0] if usable else None
+        order = {id(layer): -place for place, layer in enumerate(self.layers)}
+        return max(usable, key=lambda each: (SOURCE_RANK[each[1].source], order[id(each[0])], strength(each[1])))
+
+
+def open_layers(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    shared: Sequence[str | os.PathLike[str]] = (),
+    url: str | None = None,
+    pin: str | os.PathLike[str] | None = None,
+) -> LayeredStore:
+    """The layers that settings name. What cannot be used is said once and does without.
+
+    Args:
+        path: The user's file; None means the default one.
+        shared: Site files, the nearest first; they are only read.
+        url: A server, as `postgresql+psycopg://user@host/name`.
+        pin: A pin file: nothing else answers then.
+
+    Raises:
+        CacheError: The pin file cannot be used, or the URL is none. Both would silently change what runs.
+    """
+    pins, pin_hash = (None, "") if pin is None else open_pins(pin)
+    if url is not None:
+        ServerDatabase(url)
+    user = default_path() if path is None else Path(path)
+    return LayeredStore(
+        open_store(user),
+        server=None if url is None else _guarded_server(url),
+        sites=[_site(Path(each)) for each in shared if Path(each).absolute() != user.absolute()],
+        packaged=_site(PACKAGED) if PACKAGED.exists() else None,
+        pins=pins,
+        pin_hash=pin_hash,
+    )
+
+
+def open_pins(path: str | os.PathLike[str]) -> tuple[MemoryStore, str]:
+    """The decisions of a pin file, and its hash; raises `CacheError`."""
+    digest, decisions = read_pins(path)
+    store = MemoryStore()
+    for record in decisions:
+        store.publish(record, EnvironmentRecord(id=record.environment))
+    logger.info("%s: %d pinned decisions, sha256 %s; nothing else is used", path, len(decisions), digest)
+    return store, digest
+
+
+def _guarded_server(url: str) -> GuardedStore:
+    return GuardedStore("server", lambda fault: ServerStore(url))
+
+
+def _site(path: Path) -> GuardedStore:
+    def opened(fault: Fault | None) -> Store:
+        if fault is None:
+            warn_about(path)
+        return Store(path, immutable=True)
+
+    return GuardedStore(str(path), opened)

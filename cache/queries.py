@@ -1,0 +1,246 @@
+"""The statements, each called inside a transaction that somebody else opened; SQLite and PostgreSQL alike."""
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import datetime
+from typing import Any, TypeVar, cast
+
+from sqlalchemy import ColumnElement, Connection, Executable, Table, bindparam, delete, func, insert, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+
+from .evidence import merged_miss, succeed
+from .models import KEY_COLUMNS, Decision, Environment, Measurement, Miss
+from .records import MAX_MEASUREMENTS, DecisionRecord, EnvironmentRecord, KeyRecord, MissRecord, time_text
+from .rows import (
+    Row,
+    decision_record,
+    decision_row,
+    environment_record,
+    environment_row,
+    key_row,
+    measurement_row,
+    miss_record,
+    miss_row,
+)
+from .validation import RefusedRowError
+
+logger = logging.getLogger(__name__)
+
+_Record = TypeVar("_Record")
+
+PAGE = 1000
+_ENVIRONMENTS = cast(Table, Environment.__table__)
+DECISIONS = cast(Table, Decision.__table__)
+MEASUREMENTS = cast(Table, Measurement.__table__)
+_MISSES = cast(Table, Miss.__table__)
+DECISION_SLOT = ("environment_id", *KEY_COLUMNS, "source", "host")
+_MISS_SLOT = ("environment_id", *KEY_COLUMNS, "host")
+
+
+def put_environment(connection: Connection, record: EnvironmentRecord) -> None:
+    """Stores an environment that is not known yet; the facts of a known one stay."""
+    connection.execute(_put_environment(connection.dialect.name), environment_row(record))
+
+
+def put_decision(connection: Connection, record: DecisionRecord) -> DecisionRecord:
+    """Stores a decision in its slot and returns what is stored.
+
+    What the slot held before is taken into account as `succeed` says.
+    """
+    found = (
+        connection.execute(
+            _SLOT, {f"slot_{name}": value for name, value in zip(DECISION_SLOT, slot_values(record), strict=True)}
+        )
+        .mappings()
+        .first()
+    )
+    if found is not None:
+        record = _following(record, found, _measurements(connection, [found["id"]]).get(found["id"], []))
+    decision_id = connection.execute(_put_decision(connection.dialect.name), decision_row(record)).scalar_one()
+    if found is not None:
+        connection.execute(_FORGET_MEASUREMENTS, {"decision": decision_id})
+    if record.measurements:
+        connection.execute(insert(MEASUREMENTS), [measurement_row(each, decision_id) for each in record.measurements])
+    return record
+
+
+def put_miss(connection: Connection, record: MissRecord) -> None:
+    """Adds a miss to its count."""
+    connection.execute(_put_miss(connection.dialect.name), miss_row(record))
+
+
+def merge_environment(connection: Connection, record: EnvironmentRecord) -> None:
+    """Stores an environment; of two with one id, the same one wins in whatever order they come."""
+    row = environment_row(record)
+    found = connection.execute(
+        select(_ENVIRONMENTS.c.facts).where(_ENVIRONMENTS.c.id == record.id)
+    ).scalar_one_or_none()
+    if found is None:
+        put_environment(connection, record)
+    elif found < row["facts"]:
+        connection.execute(update(_ENVIRONMENTS).where(_ENVIRONMENTS.c.id == record.id).values(facts=row["facts"]))
+
+
+def merge_misses(connection: Connection, records: Sequence[MissRecord]) -> None:
+    """Stores miss counts. A host's count only grows, so of two the larger one holds the other."""
+    for record in records:
+        row = miss_row(record)
+        where = [_MISSES.c[name] == row[name] for name in _MISS_SLOT]
+        found = connection.execute(select(_MISSES).where(*where)).mappings().first()
+        if found is None:
+            connection.execute(insert(_MISSES), row)
+            continue
+        merged = merged_miss(miss_record(found), record)
+        connection.execute(update(_MISSES).where(_MISSES.c.id == found["id"]).values(**miss_row(merged)))
+
+
+def crowded_keys(connection: Connection) -> list[tuple[KeyRecord, str]]:
+    """Keys and environments with more than one decision."""
+    columns = [DECISIONS.c[name] for name in ("environment_id", *KEY_COLUMNS)]
+    rows = connection.execute(select(*columns).group_by(*columns).having(func.count() > 1)).mappings()
+    return [(KeyRecord(**{name: row[name] for name in KEY_COLUMNS}), row["environment_id"]) for row in rows]
+
+
+def prune(connection: Connection, *, older_than: datetime | None, environment: str | None, op: str | None) -> int:
+    """Removes decisions and misses that meet every condition given, and environments that nothing names any more."""
+    removed = 0
+    for table, moment in ((DECISIONS, DECISIONS.c.created_at), (_MISSES, _MISSES.c.last_seen)):
+        statement = delete(table)
+        if older_than is not None:
+            statement = statement.where(moment < time_text(older_than))
+        if environment is not None:
+            statement = statement.where(table.c.environment_id == environment)
+        if op is not None:
+            statement = statement.where(table.c.op == op)
+        count = connection.execute(statement).rowcount
+        removed += count if table is DECISIONS else 0
+    connection.execute(delete(MEASUREMENTS).where(MEASUREMENTS.c.decision_id.not_in(select(DECISIONS.c.id))))
+    connection.execute(delete(_ENVIRONMENTS).where(_ENVIRONMENTS.c.id.not_in(select(DECISIONS.c.environment_id))))
+    return removed
+
+
+def evidence(connection: Connection, key: KeyRecord, environment: str) -> tuple[DecisionRecord, ...]:
+    """Every decision stored for a key in an environment; rows that cannot be believed are left out and said."""
+    slot = {"slot_environment_id": environment, **{f"slot_{name}": value for name, value in key_row(key).items()}}
+    return tuple(records_of(connection, connection.execute(_EVIDENCE, slot).mappings().all()))
+
+
+def page_of_decisions(
+    connection: Connection, after: int, *, environment: str | None = None, op: str | None = None
+) -> tuple[list[DecisionRecord], int | None]:
+    """The next decisions by row id, and the id to go on after; None at the end."""
+    statement = select(DECISIONS).where(DECISIONS.c.id > after).order_by(DECISIONS.c.id).limit(PAGE)
+    if environment is not None:
+        statement = statement.where(DECISIONS.c.environment_id == environment)
+    if op is not None:
+        statement = statement.where(DECISIONS.c.op == op)
+    rows = connection.execute(statement).mappings().all()
+    return list(records_of(connection, rows)), rows[-1]["id"] if len(rows) == PAGE else None
+
+
+def environments(connection: Connection) -> list[EnvironmentRecord]:
+    """Every environment, by id."""
+    rows = connection.execute(select(_ENVIRONMENTS).order_by(_ENVIRONMENTS.c.id)).mappings().all()
+    return list(_sound(rows, environment_record))
+
+
+def misses(connection: Connection, environment: str | None = None) -> list[MissRecord]:
+    """Every miss."""
+    statement = select(_MISSES)
+    if environment is not None:
+        statement = statement.where(_MISSES.c.environment_id == environment)
+    return list(_sound(connection.execute(statement).mappings().all(), miss_record))
+
+
+def records_of(connection: Connection, rows: Sequence[Row]) -> Iterator[DecisionRecord]:
+    """The decisions of rows, with their measurements; rows that cannot be believed are left out and said."""
+    measurements = _measurements(connection, [row["id"] for row in rows])
+    return _sound(rows, lambda row: decision_record(row, measurements.get(row["id"], ())))
+
+
+def _sound(rows: Iterable[Row], record: Callable[[Row], _Record]) -> Iterator[_Record]:
+    for row in rows:
+        try:
+            yield record(row)
+        except RefusedRowError as error:
+            logger.warning("a stored row is ignored: %s", error)
+
+
+def _measurements(connection: Connection, ids: Sequence[int]) -> dict[int, list[Row]]:
+    found: dict[int, list[Row]] = {}
+    if not ids:
+        return found
+    column = MEASUREMENTS.c.decision_id
+    # Pages are runs of ids, which a range reads in one pass; a lookup has a few scattered ones.
+    where = column.in_(ids) if len(ids) <= 32 else column.between(min(ids), max(ids))
+    for row in connection.execute(select(MEASUREMENTS).where(where).order_by(MEASUREMENTS.c.id)).mappings():
+        kept = found.setdefault(row["decision_id"], [])
+        if len(kept) <= MAX_MEASUREMENTS:
+            kept.append(row)
+    return found
+
+
+def slot_values(record: DecisionRecord) -> tuple[Any, ...]:
+    """The values of `DECISION_SLOT`'s columns."""
+    return (record.environment, *key_row(record.key).values(), record.source, record.host)
+
+
+# Statements are built once: building one takes SQLAlchemy longer than SQLite needs to run it, and the time between the
+# start of a transaction and its end is what other writers wait for.
+
+
+def _where(table: Table, names: Sequence[str]) -> list[ColumnElement[bool]]:
+    return [table.c[name] == bindparam(f"slot_{name}", type_=table.c[name].type) for name in names]
+
+
+# Locked where locks are by row; SQLite leaves that out.
+_SLOT = select(DECISIONS.c.id, DECISIONS.c.created_at).where(*_where(DECISIONS, DECISION_SLOT)).with_for_update()
+_EVIDENCE = select(DECISIONS).where(*_where(DECISIONS, ("environment_id", *KEY_COLUMNS)))
+_FORGET_MEASUREMENTS = delete(MEASUREMENTS).where(MEASUREMENTS.c.decision_id == bindparam("decision"))
+
+
+def _insert(dialect: str, table: Table) -> sqlite.Insert | postgresql.Insert:
+    return sqlite.insert(table) if dialect == "sqlite" else postgresql.insert(table)
+
+
+def _names(table: Table) -> list[str]:
+    """The columns that a row brings along; SQLite or the server numbers the rows."""
+    return [column.name for column in table.columns if column.name != "id"]
+
+
+@functools.cache
+def _put_environment(dialect: str) -> Executable:
+    return _insert(dialect, _ENVIRONMENTS).on_conflict_do_nothing(index_elements=["id"])
+
+
+@functools.cache
+def _put_decision(dialect: str) -> Executable:
+    statement = _insert(dialect, DECISIONS)
+    changed = {name: statement.excluded[name] for name in _names(DECISIONS) if name not in DECISION_SLOT}
+    upsert = statement.on_conflict_do_update(index_elements=list(DECISION_SLOT), set_=changed)
+    return upsert.returning(DECISIONS.c.id)
+
+
+@functools.cache
+def _put_miss(dialect: str) -> Executable:
+    statement = _insert(dialect, _MISSES)
+    new = statement.excluded
+    # SQLite calls them min and max, PostgreSQL least and greatest.
+    least, greatest = (func.min, func.max) if dialect == "sqlite" else (func.least, func.greatest)
+    changed = {
+        "count": _MISSES.c.count + new["count"],
+        "first_seen": least(_MISSES.c.first_seen, new["first_seen"]),
+        "last_seen": greatest(_MISSES.c.last_seen, new["last_seen"]),
+        "reason": new["reason"],
+    }
+    return statement.on_conflict_do_update(index_elements=list(_MISS_SLOT), set_=changed)
+
+
+def _following(record: DecisionRecord, row: Row, measurements: Sequence[Row]) -> DecisionRecord:
+    """The record as the successor of a stored row: dated after it, with the evidence that it does not replace."""
+    try:
+        old = decision_record({**decision_row(record), "created_at": row["created_at"]}, measurements)
+    except RefusedRowError:
+        return record
+    return succeed(old, record)

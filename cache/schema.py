@@ -1,0 +1,203 @@
+"""The schema of a file: made, checked, migrated; a file that is none is set aside."""
+
+import fcntl
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from sqlalchemy import Connection, insert
+
+from . import migrations
+from .database import Database
+from .faults import Fault, StoreError
+from .models import SCHEMA_VERSION, Base, SchemaVersion
+from .records import time_text, utc_now
+
+logger = logging.getLogger(__name__)
+
+APPLICATION_ID = 0x4C54444E
+"""Marks a SQLite file as one of this product's, so that no other program's file is ever taken for a damaged one of ours."""
+
+_TABLES = {table.name: {column.name for column in table.columns} for table in Base.metadata.sorted_tables}
+
+
+def product_version() -> str:
+    """The version of this product, as installed."""
+    try:
+        return version("layout-tuner")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def prepare(database: Database, *, verify: bool = False) -> None:
+    """Makes a file usable: begins a new one, migrates an older one, sets a damaged one aside.
+
+    A file of a later version is used for reading where the tables still serve.
+
+    Args:
+        database: The file.
+        verify: Look at every page, as after trouble with the file.
+
+    Raises:
+        StoreError: The file can be neither used nor made.
+    """
+    if database.read_only:
+        _check_readable(database)
+        return
+    _check_place(database.path)
+    probe = sound_version if verify else file_version
+    for _ in range(3):
+        try:
+            found = database.run(probe)
+        except StoreError as error:
+            if error.fault is not Fault.DAMAGED:
+                raise
+            set_aside(database, error, probe)
+            continue
+        if found is None:
+            database.run(create, write=True)
+        elif found < SCHEMA_VERSION:
+            with locked(database.path):
+                migrations.migrate(database, found, SCHEMA_VERSION)
+        else:
+            if found > SCHEMA_VERSION:
+                logger.warning("%s; it is read, not written", _newer(database.path, found))
+                database.read_only = True
+            _check_tables(database, found)
+            return
+    _check_tables(database, SCHEMA_VERSION)
+
+
+def file_version(connection: Connection) -> int | None:
+    """The schema version of a SQLite file; None for an empty one.
+
+    Raises:
+        StoreError: The file belongs to something else, or carries what runs by itself.
+    """
+    objects = connection.exec_driver_sql("SELECT type, name FROM sqlite_master LIMIT 100").all()
+    if not objects:
+        return None
+    if extra := sorted({str(kind) for kind, _ in objects} - {"table", "index"}):
+        raise StoreError(
+            f"the file carries a {' and a '.join(extra)}, which no file of this product does", Fault.FOREIGN
+        )
+    ours = connection.exec_driver_sql("PRAGMA application_id").scalar_one() == APPLICATION_ID
+    if ("table", SchemaVersion.__tablename__) not in [tuple(each) for each in objects]:
+        if ours:
+            raise StoreError("the file has lost its schema version", Fault.DAMAGED)
+        raise StoreError("the file is a database of something else", Fault.FOREIGN)
+    found = connection.exec_driver_sql("SELECT max(version) FROM schema_version").scalar_one()
+    if not isinstance(found, int) or not 0 <= found < 1_000_000:
+        raise StoreError("the file's schema version is no number", Fault.DAMAGED if ours else Fault.FOREIGN)
+    return found
+
+
+def create(connection: Connection) -> None:
+    """Makes the tables of an empty database; a database that has them is left alone."""
+    if connection.dialect.name == "sqlite":
+        # Another process may have been faster: the look is repeated under the write lock.
+        if file_version(connection) is not None:
+            return
+        connection.exec_driver_sql(f"PRAGMA application_id = {APPLICATION_ID}")
+    Base.metadata.create_all(connection)
+    row = {"version": SCHEMA_VERSION, "applied_at": time_text(utc_now()), "product_version": product_version()}
+    connection.execute(insert(SchemaVersion), row)
+
+
+def sound_version(connection: Connection) -> int | None:
+    """As `file_version`, after a look at every page."""
+    answer = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar_one()
+    if answer != "ok":
+        raise StoreError(f"the file is damaged ({str(answer).splitlines()[0]})", Fault.DAMAGED)
+    return file_version(connection)
+
+
+def set_aside(database: Database, reason: Exception, probe: Callable[[Connection], int | None]) -> Path | None:
+    """Gives a damaged file, and what SQLite keeps beside it, another name; None if it turned out sound meanwhile.
+
+    Args:
+        database: The file.
+        reason: How the damage showed.
+        probe: Shows it again, now that nobody else sets the file aside at the same time.
+    """
+    path = database.path
+    with locked(path):
+        database.close()
+        try:
+            database.run(probe)
+        except StoreError as error:
+            if error.fault is not Fault.DAMAGED:
+                raise
+        else:
+            return None
+        database.close()
+        stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S%f")
+        target = path.with_name(f"{path.name}.damaged-{stamp}")
+        os.replace(path, target)
+        for suffix in ("-wal", "-shm", "-journal"):
+            with suppress(FileNotFoundError):
+                os.replace(f"{path}{suffix}", f"{target}{suffix}")
+    logger.warning(
+        "%s is no sound decision file (%s); it was set aside as %s and a new one begun", path, reason, target.name
+    )
+    return target
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds the lock of a path's rare operations: setting aside, migrating, replacing."""
+    with open(path.with_name(path.name + ".lock"), "a", encoding="ascii") as file:
+        # Where a file system has no such locks, the operations are still atomic renames.
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _check_place(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror or error}", Fault.UNAVAILABLE) from error
+    if path.is_dir():
+        raise StoreError(f"{path}: is a folder", Fault.UNAVAILABLE)
+    if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+        raise StoreError(f"{path}: cannot be written", Fault.READ_ONLY)
+
+
+def _check_readable(database: Database) -> None:
+    found = database.run(file_version)
+    if found is None:
+        raise StoreError(f"{database.path}: empty", Fault.UNAVAILABLE)
+    if found < SCHEMA_VERSION:
+        raise StoreError(
+            f"{database.path}: schema version {found}, this version reads {SCHEMA_VERSION}; "
+            "open it once for writing to migrate it",
+            Fault.READ_ONLY,
+        )
+    _check_tables(database, found)
+
+
+def _check_tables(database: Database, found: int) -> None:
+    """Refuses a file whose tables lack columns, or compute one: reading it would run what the file says."""
+
+    def work(connection: Connection) -> list[str]:
+        faults = []
+        for table, wanted in _TABLES.items():
+            columns = connection.exec_driver_sql(f"PRAGMA table_xinfo({table})").mappings().all()
+            if missing := wanted - {column["name"] for column in columns}:
+                faults.append(f"{table} lacks {', '.join(sorted(missing))}")
+            if any(column["hidden"] for column in columns):
+                faults.append(f"{table} computes a column")
+        return faults
+
+    if faults := database.run(work):
+        prefix = f"{_newer(database.path, found)}: " if found > SCHEMA_VERSION else f"{database.path}: "
+        raise StoreError(prefix + "; ".join(faults), Fault.NEWER if found > SCHEMA_VERSION else Fault.FOREIGN)
+
+
+def _newer(path: Path, found: int) -> str:
+    return f"{path} has schema version {found}, this version of layout_tuner writes {SCHEMA_VERSION}"

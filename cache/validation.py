@@ -1,0 +1,73 @@
+"""The gate of the cache: every record passes here on its way into a file and on its way out of one."""
+
+import re
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from layout_tuner.errors import CacheError
+
+from .records import DecisionRecord, EnvironmentRecord, MissRecord
+
+_Record = TypeVar("_Record", DecisionRecord, EnvironmentRecord, MissRecord)
+
+DECISION: TypeAdapter[DecisionRecord] = TypeAdapter(DecisionRecord)
+ENVIRONMENT: TypeAdapter[EnvironmentRecord] = TypeAdapter(EnvironmentRecord)
+MISS: TypeAdapter[MissRecord] = TypeAdapter(MissRecord)
+
+# Launch options that this product never takes from anywhere, least of all from a row.
+_REFUSED = re.compile(r"num[_-]?(warps|stages)", re.IGNORECASE)
+
+
+class RefusedRowError(CacheError):
+    """A row that is well-formed to SQL and unacceptable as a record."""
+
+
+def check_decision(record: DecisionRecord) -> DecisionRecord:
+    """The record, validated field by field.
+
+    Raises:
+        RefusedRowError: A field has the wrong type, is out of bounds, or carries a launch option.
+    """
+    checked = _checked(DECISION, record)
+    texts = [checked.key.form, checked.key.op, checked.candidate, checked.default_candidate]
+    texts += [text for each in checked.measurements for text in (each.candidate, *each.counts)]
+    _refuse_launch_options(texts)
+    return checked
+
+
+def check_environment(record: EnvironmentRecord) -> EnvironmentRecord:
+    """The record, validated field by field; raises `RefusedRowError`."""
+    checked = _checked(ENVIRONMENT, record)
+    _refuse_launch_options([checked.id, *checked.facts])
+    return checked
+
+
+def check_miss(record: MissRecord) -> MissRecord:
+    """The record, validated field by field; raises `RefusedRowError`."""
+    checked = _checked(MISS, record)
+    _refuse_launch_options([checked.key.form, checked.key.op])
+    return checked
+
+
+def _checked(adapter: TypeAdapter[_Record], record: _Record) -> _Record:
+    try:
+        return adapter.validate_python(record)
+    except ValidationError as error:
+        raise RefusedRowError(explain(error)) from None
+
+
+def explain(error: ValidationError) -> str:
+    """Every fault of a validation error, as one line."""
+    return "; ".join(f"{'.'.join(map(str, fault['loc'])) or 'row'}: {_fault(fault)}" for fault in error.errors()[:8])
+
+
+def _fault(fault: Any) -> str:
+    shown = repr(fault.get("input"))
+    return f"{fault['msg']} (got {shown if len(shown) <= 60 else shown[:57] + '...'})"
+
+
+def _refuse_launch_options(texts: list[str]) -> None:
+    for text in texts:
+        if found := _REFUSED.search(text):
+            raise RefusedRowError(f"{found.group()} is not accepted anywhere in this product (found in {text[:80]!r})")

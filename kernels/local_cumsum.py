@@ -1,0 +1,122 @@
+"""Cumulative sum of a gate within each chunk.
+
+    out[t] = scale * (sum of g[s])        s <= t, or s >= t when reversed; s and t in one chunk
+
+One task is one chunk of a block of heads. A stride-HV tensor is contiguous along its heads and a T-contiguous one
+along time, so a tile is read in plain bursts of its own layout, summed as `[heads, time]`, and turned once more
+where the output's layout differs. The sum is a product with a triangle of ones: a scan would be scalarised on Ascend
+and could round differently from layout to layout; the product adds the same values in the same order in each.
+
+A gate with channels, `[B, T, HV, S]`, is a stride-HV gate of HV * S heads.
+"""
+
+import triton
+import triton.language as tl
+
+from .time_axis import clear_outside_time_axis, locate_chunk, time_axis_offset
+
+
+@triton.jit
+def load_head_block(
+    p_g,
+    i_b,
+    bos,
+    first,
+    length,
+    o_t,
+    o_h,
+    T,
+    HV: tl.constexpr,
+    T_CONTIG: tl.constexpr,
+):
+    """The tile of heads `o_h` and tokens `first + o_t` of a sequence, `[heads, time]` in fp32, 0 past its ends."""
+    p_g = p_g + time_axis_offset(i_b, bos, 0, T, HV, T_CONTIG)
+    m_t = first + o_t < length
+    m_h = o_h < HV
+    if T_CONTIG:
+        p_g += first
+        b_g = tl.load(p_g + o_h[:, None] * T + o_t[None, :], mask=m_h[:, None] & m_t[None, :], other=0.0).to(tl.float32)
+    else:
+        p_g += tl.cast(first, tl.int64) * HV
+        b_g = tl.load(p_g + o_t[:, None] * HV + o_h[None, :], mask=m_t[:, None] & m_h[None, :], other=0.0)
+        b_g = tl.trans(b_g.to(tl.float32))
+    return b_g
+
+
+@triton.jit
+def store_head_block(
+    p_out,
+    b_out,
+    i_b,
+    bos,
+    first,
+    length,
+    o_t,
+    o_h,
+    T,
+    HV: tl.constexpr,
+    T_CONTIG: tl.constexpr,
+):
+    """Writes a `[heads, time]` tile to the addresses that `load_head_block` reads."""
+    p_out += time_axis_offset(i_b, bos, 0, T, HV, T_CONTIG)
+    m_t = first + o_t < length
+    m_h = o_h < HV
+    if T_CONTIG:
+        p_out += first
+        b_out = b_out.to(p_out.dtype.element_ty)
+        tl.store(p_out + o_h[:, None] * T + o_t[None, :], b_out, mask=m_h[:, None] & m_t[None, :])
+    else:
+        p_out += tl.cast(first, tl.int64) * HV
+        b_out = tl.trans(b_out).to(p_out.dtype.element_ty)
+        tl.store(p_out + o_t[:, None] * HV + o_h[None, :], b_out, mask=m_t[:, None] & m_h[None, :])
+
+
+@triton.jit
+def triangular_sum(
+    b_g,
+    o_t,
+    REVERSE: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
+):
+    """Sums of the tile `[heads, time]` along time, up to and including each token, or from it on when reversed."""
+    if REVERSE:
+        m_sum = o_t[:, None] >= o_t[None, :]
+    else:
+        m_sum = o_t[:, None] <= o_t[None, :]
+    return tl.dot(b_g, tl.where(m_sum, 1.0, 0.0), input_precision=DOT_PRECISION)
+
+
+@triton.jit(do_not_specialize=["T", "NT", "N", "TASKS"])
+def chunk_local_cumsum(
+    g,
+    out,
+    cu_seqlens,
+    chunk_indices,
+    scale,
+    T,
+    NT,
+    N,
+    TASKS,
+    HV: tl.constexpr,
+    BT: tl.constexpr,
+    BH: tl.constexpr,
+    REVERSE: tl.constexpr,
+    USE_SCALE: tl.constexpr,
+    G_T_CONTIG: tl.constexpr,
+    OUT_T_CONTIG: tl.constexpr,
+    IS_VARLEN: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
+):
+    """g `[B, T, HV]` of any float type, writes out `[B, T, HV]`, each in either layout; TASKS = chunks * cdiv(HV, BH)."""
+    if IS_VARLEN:
+        clear_outside_time_axis(out, cu_seqlens, T, N, HV, OUT_T_CONTIG, BH)
+    head_blocks: tl.constexpr = (HV + BH - 1) // BH
+    o_t = tl.arange(0, BT)
+    for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
+        o_h = i_task % head_blocks * BH + tl.arange(0, BH)
+        i_b, i_t, bos, length = locate_chunk(i_task // head_blocks, cu_seqlens, chunk_indices, T, NT, IS_VARLEN)
+        b_g = load_head_block(g, i_b, bos, i_t * BT, length, o_t, o_h, T, HV, G_T_CONTIG)
+        b_out = triangular_sum(b_g, o_t, REVERSE, DOT_PRECISION)
+        if USE_SCALE:
+            b_out *= scale
+        store_head_block(out, b_out, i_b, bos, i_t * BT, length, o_t, o_h, T, HV, OUT_T_CONTIG)

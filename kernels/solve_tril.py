@@ -1,0 +1,212 @@
+"""The inverse of a chunk's unit lower triangular system.
+
+    X = (I + M)^-1        M strictly lower triangular, [BT, BT], one per chunk and value head
+
+`M` is cut into blocks of 16. A diagonal block is inverted by itself, and the others follow row by row from
+
+    X[i, j] = -X[i, i] * (sum of M[i, l] X[l, j], j <= l < i)
+
+which is block forward substitution: as stable as the scalar one, where a Neumann series `(I - M)(I + M^2)(I + M^4)...`
+is not (its powers grow like binomials for equal keys and cancel). All of it happens in fp32.
+
+A diagonal block is inverted in one of two ways. On Ascend row by row on the vector unit. On a GPU by the same recursion on halves, `X' = X - X M_off X` with `M_off` the part of `M` that links two neighbouring
+blocks already inverted: two products for each doubling, and one warp can keep one head's block to itself.
+"""
+
+import triton
+import triton.language as tl
+
+from .time_axis import clear_outside_rows, locate_chunk
+
+
+@triton.jit
+def product(
+    b_x,
+    b_y,
+    DOT_PRECISION: tl.constexpr,
+):
+    """The product of two fp32 tiles.
+
+    "bf16x3" adds three products of bf16 halves (16 bits of mantissa survive): a third of the instructions of Triton's
+    own modes, which split an operand again for each use and look for infinities. Enough where the result is rounded
+    to 8 or 11 bits.
+    """
+    if DOT_PRECISION == "bf16x3":
+        b_x_high = b_x.to(tl.bfloat16)
+        b_y_high = b_y.to(tl.bfloat16)
+        b_x_low = (b_x - b_x_high.to(tl.float32)).to(tl.bfloat16)
+        b_y_low = (b_y - b_y_high.to(tl.float32)).to(tl.bfloat16)
+        b_out = tl.dot(b_x_low, b_y_high)
+        b_out = tl.dot(b_x_high, b_y_low, b_out)
+        b_out = tl.dot(b_x_high, b_y_high, b_out)
+    else:
+        b_out = tl.dot(b_x, b_y, input_precision=DOT_PRECISION)
+    return b_out
+
+
+@triton.jit
+def invert_by_halves(
+    b_M,
+    DOT_PRECISION: tl.constexpr,
+):
+    """(I + M)^-1 of the blocks `[heads, 16, 16]`; reads `M` below the diagonal only."""
+    o_c = tl.arange(0, 16)
+    b_X = tl.where((o_c[:, None] == o_c[None, :])[None, :, :], 1.0, 0.0)
+    for level in tl.static_range(4):
+        # Links between neighbouring blocks of 2**level rows: one pair, not one block, and below the diagonal.
+        m_pair = (o_c >> (level + 1))[:, None] == (o_c >> (level + 1))[None, :]
+        m_off = m_pair & ((o_c >> level)[:, None] > (o_c >> level)[None, :])
+        b_off = tl.where(m_off[None, :, :], b_M, 0.0)
+        if level == 0:
+            b_X = b_X - b_off
+        else:
+            b_X = b_X - product(b_X, product(b_off, b_X, DOT_PRECISION), DOT_PRECISION)
+    return b_X
+
+
+@triton.jit
+def invert_by_rows(b_M):
+    """(I + M)^-1 of the blocks `[heads, 16, 16]` by forward substitution; reads `M` below the diagonal only."""
+    o_c = tl.arange(0, 16)
+    b_M = tl.where((o_c[:, None] > o_c[None, :])[None, :, :], b_M, 0.0)
+    b_X = tl.where((o_c[:, None] == o_c[None, :])[None, :, :], 1.0, tl.zeros_like(b_M))
+    for i in range(1, 16):
+        # A row is taken and written by products with 0 and 1: Ascend's compiler selects row by row instead.
+        b_i = tl.where(o_c == i, 1.0, 0.0)[None, :, None]
+        b_row = tl.sum(b_M * b_i, axis=1)
+        b_row = tl.sum(b_row[:, :, None] * b_X, axis=1)
+        b_X -= b_i * b_row[:, None, :]
+    return b_X
+
+
+@triton.jit
+def invert_block(
+    b_M,
+    BY_ROWS: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
+):
+    """(I + M)^-1 of the diagonal blocks `[heads, 16, 16]`."""
+    if BY_ROWS:
+        b_X = invert_by_rows(b_M)
+    else:
+        b_X = invert_by_halves(b_M, DOT_PRECISION)
+    return b_X
+
+
+@triton.jit
+def load_block(
+    p_A,
+    i: tl.constexpr,
+    j: tl.constexpr,
+    o_h,
+    length,
+    HV: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """Block (i, j) of the heads `o_h` in fp32, `[heads, 16, 16]`; rows from `length` on are 0."""
+    o_r = i * 16 + tl.arange(0, 16)
+    o_c = j * 16 + tl.arange(0, 16)
+    m_A = (o_h < HV)[:, None, None] & (o_r < length)[None, :, None]
+    p_A = p_A + o_h[:, None, None] * BT + o_r[None, :, None] * (HV * BT) + o_c[None, None, :]
+    return tl.load(p_A, mask=m_A, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_block(
+    p_X,
+    b_X,
+    i: tl.constexpr,
+    j: tl.constexpr,
+    o_h,
+    length,
+    HV: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """Writes what `load_block` reads."""
+    o_r = i * 16 + tl.arange(0, 16)
+    o_c = j * 16 + tl.arange(0, 16)
+    m_X = (o_h < HV)[:, None, None] & (o_r < length)[None, :, None]
+    p_X = p_X + o_h[:, None, None] * BT + o_r[None, :, None] * (HV * BT) + o_c[None, None, :]
+    tl.store(p_X, b_X.to(p_X.dtype.element_ty), mask=m_X)
+
+
+@triton.jit
+def store_zeros_above(
+    p_X,
+    o_h,
+    length,
+    HV: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """Writes the blocks above the diagonal."""
+    b_zero = tl.zeros([o_h.shape[0], 16, 16], dtype=tl.float32)
+    for i in tl.static_range(BT // 16):
+        for j in tl.static_range(i + 1, BT // 16):
+            store_block(p_X, b_zero, i, j, o_h, length, HV, BT)
+
+
+@triton.jit(do_not_specialize=["T", "NT", "N", "TASKS"])
+def solve_tril(
+    A,
+    X,
+    cu_seqlens,
+    chunk_indices,
+    T,
+    NT,
+    N,
+    TASKS,
+    HV: tl.constexpr,
+    BT: tl.constexpr,
+    BH: tl.constexpr,
+    BY_ROWS: tl.constexpr,
+    IS_VARLEN: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
+):
+    """A `[B, T, HV, BT]`, strictly lower in each chunk; writes X `[B, T, HV, BT]`, 0 above its diagonal.
+
+    BT is 16, 32 or 64. TASKS = chunks * cdiv(HV, BH).
+    """
+    if IS_VARLEN:
+        clear_outside_rows(X, cu_seqlens, T, N, HV * BT, BT)
+    head_blocks: tl.constexpr = (HV + BH - 1) // BH
+    blocks: tl.constexpr = BT // 16
+    for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
+        i_b, i_t, bos, length = locate_chunk(i_task // head_blocks, cu_seqlens, chunk_indices, T, NT, IS_VARLEN)
+        length = length - i_t * BT
+        o_h = i_task % head_blocks * BH + tl.arange(0, BH)
+        offset = tl.cast(bos + i_t * BT, tl.int64) * (HV * BT)
+        p_A = A + offset
+        p_X = X + offset
+        b_00 = invert_block(load_block(p_A, 0, 0, o_h, length, HV, BT), BY_ROWS, DOT_PRECISION)
+        store_block(p_X, b_00, 0, 0, o_h, length, HV, BT)
+        if blocks > 1:
+            b_11 = invert_block(load_block(p_A, 1, 1, o_h, length, HV, BT), BY_ROWS, DOT_PRECISION)
+            b_10 = product(load_block(p_A, 1, 0, o_h, length, HV, BT), b_00, DOT_PRECISION)
+            b_10 = -product(b_11, b_10, DOT_PRECISION)
+            store_block(p_X, b_11, 1, 1, o_h, length, HV, BT)
+            store_block(p_X, b_10, 1, 0, o_h, length, HV, BT)
+        if blocks > 2:
+            b_22 = invert_block(load_block(p_A, 2, 2, o_h, length, HV, BT), BY_ROWS, DOT_PRECISION)
+            b_33 = invert_block(load_block(p_A, 3, 3, o_h, length, HV, BT), BY_ROWS, DOT_PRECISION)
+            b_M = load_block(p_A, 2, 1, o_h, length, HV, BT)
+            b_20 = product(load_block(p_A, 2, 0, o_h, length, HV, BT), b_00, DOT_PRECISION)
+            b_20 += product(b_M, b_10, DOT_PRECISION)
+            b_20 = -product(b_22, b_20, DOT_PRECISION)
+            b_21 = -product(b_22, product(b_M, b_11, DOT_PRECISION), DOT_PRECISION)
+            store_block(p_X, b_22, 2, 2, o_h, length, HV, BT)
+            store_block(p_X, b_20, 2, 0, o_h, length, HV, BT)
+            store_block(p_X, b_21, 2, 1, o_h, length, HV, BT)
+
+            b_30 = product(load_block(p_A, 3, 0, o_h, length, HV, BT), b_00, DOT_PRECISION)
+            b_M = load_block(p_A, 3, 1, o_h, length, HV, BT)
+            b_30 += product(b_M, b_10, DOT_PRECISION)
+            b_31 = product(b_M, b_11, DOT_PRECISION)
+            b_M = load_block(p_A, 3, 2, o_h, length, HV, BT)
+            b_30 += product(b_M, b_20, DOT_PRECISION)
+            b_31 += product(b_M, b_21, DOT_PRECISION)
+            b_32 = product(b_M, b_22, DOT_PRECISION)
+            store_block(p_X, b_33, 3, 3, o_h, length, HV, BT)
+            store_block(p_X, -product(b_33, b_30, DOT_PRECISION), 3, 0, o_h, length, HV, BT)
+            store_block(p_X, -product(b_33, b_31, DOT_PRECISION), 3, 1, o_h, length, HV, BT)
+            store_block(p_X, -product(b_33, b_32, DOT_PRECISION), 3, 2, o_h, length, HV, BT)
+        store_zeros_above(p_X, o_h, length, HV, BT)

@@ -1,0 +1,127 @@
+"""Addresses of chunk states: where one head's `[K, V]` state lies, in either order of its two axes.
+
+States are kept `[..., HV, K, V]`, or `[..., HV, V, K]` with `STATE_V_FIRST`. Kernels see them as `[BK, BV]` tiles
+in both cases: a V-first tile moves through memory in its own order and is turned on chip.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def locate_sequence(
+    i_n,
+    cu_seqlens,
+    chunk_offsets,
+    T,
+    NT,
+    IS_VARLEN: tl.constexpr,
+):
+    """Sequence `i_n`: its batch row, its first token and first chunk in the storage, its length.
+
+    Returns:
+        `(i_b, bos, length, boc)`, all int32: batch row (0 when packed), first token (`i_b * T` when dense),
+        tokens, first chunk (`i_b * NT` when dense).
+    """
+    if IS_VARLEN:
+        i_b = 0
+        bos = tl.load(cu_seqlens + i_n).to(tl.int32)
+        eos = tl.load(cu_seqlens + i_n + 1).to(tl.int32)
+        length = eos - bos
+        boc = tl.load(chunk_offsets + i_n).to(tl.int32)
+    else:
+        i_b = i_n
+        bos = i_n * T
+        length = T
+        boc = i_n * NT
+    return i_b, bos, length, boc
+
+
+@triton.jit
+def state_offset(
+    i_s,
+    i_h,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+):
+    """Elements (int64) from the start of a state tensor to state number `i_s` (a chunk or a sequence) at head `i_h`."""
+    return (tl.cast(i_s, tl.int64) * HV + i_h) * (K * V)
+
+
+@triton.jit
+def load_state(
+    p_s,
+    o_k,
+    o_v,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    STATE_V_FIRST: tl.constexpr,
+):
+    """The tile `[BK, BV]` of the state at `p_s`, zero outside `K` and `V`, in the dtype it is stored in."""
+    if STATE_V_FIRST:
+        b_s = tl.trans(
+            tl.load(
+                p_s + o_v[:, None] * K + o_k[None, :],
+                mask=(o_v < V)[:, None] & (o_k < K)[None, :],
+                other=0.0,
+            )
+        )
+    else:
+        b_s = tl.load(
+            p_s + o_k[:, None] * V + o_v[None, :],
+            mask=(o_k < K)[:, None] & (o_v < V)[None, :],
+            other=0.0,
+        )
+    return b_s
+
+
+@triton.jit
+def store_state(
+    p_s,
+    b_s,
+    o_k,
+    o_v,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    STATE_V_FIRST: tl.constexpr,
+):
+    """Stores the tile `[BK, BV]` of a state at `p_s`, cast to the dtype of the storage."""
+    b_out = b_s.to(p_s.dtype.element_ty)
+    if STATE_V_FIRST:
+        tl.store(
+            p_s + o_v[:, None] * K + o_k[None, :],
+            tl.trans(b_out),
+            mask=(o_v < V)[:, None] & (o_k < K)[None, :],
+        )
+    else:
+        tl.store(
+            p_s + o_k[:, None] * V + o_v[None, :],
+            b_out,
+            mask=(o_k < K)[:, None] & (o_v < V)[None, :],
+        )
+
+
+@triton.jit
+def load_rows(
+    p_x,
+    o_c,
+    o_e,
+    tokens,
+    E: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PREFETCH: tl.constexpr,
+):
+    """Rows `o_c` of a chunk of `tokens` tokens, `STRIDE` elements apart, columns `o_e`, zero outside.
+
+    Triton keeps three copies of what a loop loads for a product, to fetch ahead. Without PREFETCH it keeps one:
+    it looks for such loads in the loop's own block only, and a chunk always has a token.
+    """
+    m_x = (o_c < tokens)[:, None] & (o_e < E)[None, :]
+    if PREFETCH:
+        b_x = tl.load(p_x + o_c[:, None] * STRIDE + o_e[None, :], mask=m_x, other=0.0)
+    else:
+        b_x = tl.zeros([o_c.shape[0], o_e.shape[0]], dtype=p_x.dtype.element_ty)
+        if tokens > 0:
+            b_x = tl.load(p_x + o_c[:, None] * STRIDE + o_e[None, :], mask=m_x, other=0.0)
+    return b_x

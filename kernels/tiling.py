@@ -1,0 +1,79 @@
+"""Tile sizes from shapes: pure integers, one function for each op.
+
+`chip` is `cuda` or `ascend`. A GPU runs four warps a program (Triton's default, never changed here), so an accumulator
+of 64 x 128 fp32 already takes half of the registers. An Ascend core has 192 KiB of unified buffer for vector work,
+512 KiB of L1 and 128 KiB of accumulators for its matrix unit.
+"""
+
+
+def power_of_two(size: int, least: int, most: int) -> int:
+    """The smallest power of two that covers `size`, within `least` and `most`."""
+    tile = least
+    while tile < size and tile < most:
+        tile *= 2
+    return tile
+
+
+def chunk_bwd_dv_local_tiles(
+    variant: str, K: int, V: int, BT: int, element_bytes: int, chip: str
+) -> tuple[int, int, int]:
+    """`(BC, BK, BV)` of `chunk_bwd_dv_local`: sub-block rows, columns of q and k, columns of do and dv at a time."""
+    widest = 128 if element_bytes == 2 else 64
+    return min(BT, 32), power_of_two(K, 16, widest), power_of_two(V, 16, widest)
+
+
+def prefetch_fits(stage_bytes: int, scratch_bytes: int, chip: str) -> bool:
+    """Whether a GPU program has room for the three copies that Triton makes of what a loop loads for its products.
+
+    Triton refuses to launch a kernel above 227 KiB of shared memory. Elsewhere there is nothing to decide.
+    """
+    return chip != "cuda" or 3 * stage_bytes + scratch_bytes + 2048 <= 227 * 1024
+
+
+def state_columns(variant: str, K: int, V: int, element_bytes: int, chip: str) -> int:
+    """Columns of the state that one task of a walk over chunks holds, for `chunk_gated_delta_rule_fwd_h` and `_bwd_dhu`.
+
+    Wide tiles read q, k and w less often; narrow ones make more tasks. Four warps hold 128 x 64 fp32 of state, and
+    unified buffer 256 x 64.
+    """
+    if chip == "ascend":
+        return power_of_two(V, 16, 64 if variant == "wide" else 32)
+    if element_bytes == 4 or K > 128:
+        return 16
+    if variant == "wide":
+        return power_of_two(V, 16, 64)
+    return power_of_two(V // 4, 16, 32)
+
+
+def chunk_gated_delta_rule_fwd_h_tiles(
+    variant: str, K: int, V: int, BT: int, element_bytes: int, chip: str
+) -> tuple[int, int, bool]:
+    """`(BK, BV, PREFETCH)` of `chunk_gated_delta_rule_fwd_h`: all rows of the state, its columns, loads run ahead."""
+    BK, BV = power_of_two(K, 16, 256), state_columns(variant, K, V, element_bytes, chip)
+    prefetch = prefetch_fits(BT * (2 * BK + BV) * element_bytes, BK * BV * element_bytes, chip)
+    return BK, BV, prefetch
+
+
+def chunk_gated_delta_rule_bwd_dhu_tiles(
+    variant: str, K: int, V: int, BT: int, element_bytes: int, chip: str
+) -> tuple[int, int, bool]:
+    """`(BK, BV, PREFETCH)` of `chunk_gated_delta_rule_bwd_dhu`: all rows of the state, its columns, loads run ahead."""
+    BK, BV = power_of_two(K, 16, 256), state_columns(variant, K, V, element_bytes, chip)
+    prefetch = prefetch_fits(BT * (3 * BK + 2 * BV) * element_bytes, BK * BV * element_bytes, chip)
+    return BK, BV, prefetch
+
+
+def chunk_fwd_o_tiles(variant: str, K: int, V: int, BT: int, element_bytes: int, chip: str) -> tuple[int, int]:
+    """`(BK, BV)` of `chunk_fwd_o`: columns of q and k at a time, columns of v and o of one task."""
+    if chip == "ascend":
+        widest = 128 if variant == "full" else 64
+        return power_of_two(K, 16, widest), power_of_two(V, 16, widest)
+    if element_bytes == 4:
+        return power_of_two(K, 16, 32), power_of_two(V, 16, 32)
+    return power_of_two(K, 16, 64), power_of_two(V, 16, 128 if variant == "full" else 64)
+
+
+def l2norm_tiles(K: int, chip: str) -> tuple[int, int]:
+    """`(BR, BK)` of `l2norm_fwd` and `l2norm_bwd`: rows at a time, and all columns."""
+    BK = power_of_two(K, 16, 256)
+    return (4096 if chip == "cuda" else 8192) // BK, BK

@@ -1,0 +1,242 @@
+"""Gradients through u = A (beta * v) and w = A (beta * exp2(G) * k), where A = (I + M)^-1 comes from k, beta and G.
+
+    dA = du (beta * v)^T + dw (beta * exp2(G) * k)^T            dM = -strict_tril(A^T dA A^T)
+    t_u = A^T du        t_w = A^T dw        P = k k^T        E[t,s] = exp2(G[t] - G[s])
+    dv = beta * t_u                         X = beta[t] * dM * E
+    dk = beta * exp2(G) * t_w + X k + X^T k
+    dbeta = sum_V(t_u * v) + exp2(G) * sum_K(t_w * k) + rowsum(dM * E * P)
+    dG = beta * exp2(G) * sum_K(t_w * k) + rowsum(X * P) - colsum(X * P)
+
+With C_u = du v^T and C_w = dw k^T, sums over t of columns of A give sum_V(t_u * v) = colsum(A * C_u) and
+sum_K(t_w * k) = colsum(A * C_w), and the columns of C_u and C_w scaled by beta and beta * exp2(G) give dA: gates and
+beta multiply fp32 `[BT, BT]` tiles, never an operand of a product.
+
+One task is one chunk of one query head. It walks the value heads of the group once for all that belongs to one head,
+adding up X, then once more for t_w, so that dk is summed on chip.
+"""
+
+import triton
+import triton.language as tl
+
+from .time_axis import (
+    clear_outside_rows,
+    clear_outside_time_axis,
+    locate_chunk,
+    time_axis_offset,
+    time_axis_stride,
+)
+
+
+@triton.jit
+def _load_rows(
+    p_x,
+    i_b,
+    i_t,
+    bos,
+    i_h,
+    o_c,
+    m_t,
+    T,
+    HV: tl.constexpr,
+    BT: tl.constexpr,
+    T_CONTIG: tl.constexpr,
+):
+    """The rows of one chunk of a time-axis tensor, fp32, 0 past the end of the sequence."""
+    stride: tl.constexpr = time_axis_stride(HV, T_CONTIG)
+    p_chunk = p_x + time_axis_offset(i_b, bos, i_h, T, HV, T_CONTIG) + tl.cast(i_t, tl.int64) * BT * stride
+    return tl.load(p_chunk + o_c * stride, mask=m_t, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_rows(
+    p_x,
+    b_x,
+    i_b,
+    i_t,
+    bos,
+    i_h,
+    o_c,
+    m_t,
+    T,
+    HV: tl.constexpr,
+    BT: tl.constexpr,
+    T_CONTIG: tl.constexpr,
+):
+    """Stores the rows of one chunk of a time-axis tensor."""
+    stride: tl.constexpr = time_axis_stride(HV, T_CONTIG)
+    p_chunk = p_x + time_axis_offset(i_b, bos, i_h, T, HV, T_CONTIG) + tl.cast(i_t, tl.int64) * BT * stride
+    tl.store(p_chunk + o_c * stride, b_x.to(p_x.dtype.element_ty), mask=m_t)
+
+
+@triton.jit(do_not_specialize=["T", "NT", "N", "TASKS"])
+def prepare_wy_repr_bwd_full(
+    k,
+    v,
+    beta,
+    A,
+    dw,
+    du,
+    g,
+    dk,
+    dv,
+    dbeta,
+    dg,
+    cu_seqlens,
+    chunk_indices,
+    T,
+    NT,
+    N,
+    TASKS,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    USE_G: tl.constexpr,
+    G_T_CONTIG: tl.constexpr,
+    BETA_T_CONTIG: tl.constexpr,
+    DG_T_CONTIG: tl.constexpr,
+    DB_T_CONTIG: tl.constexpr,
+    IS_VARLEN: tl.constexpr,
+    COMPUTED_RIGHT: tl.constexpr,
+    RELOAD_LEFT: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
+):
+    """k `[B, T, H, K]`, v and du `[B, T, HV, V]`, dw `[B, T, HV, K]`, A `[B, T, HV, BT]`, beta and g `[B, T, HV]`
+    (g base 2, cumulative in the chunk; each in either layout); writes dk `[B, T, H, K]`, dv `[B, T, HV, V]`, dbeta and
+    dg `[B, T, HV]` (each in either layout).
+
+    COMPUTED_RIGHT makes a computed tile the right operand of every product it enters: Triton 3.4 to 3.7.0 on Hopper
+    feeds a computed left operand from registers, and some of these products come out wrong. RELOAD_LEFT loads A
+    again for each product it is the left operand of: triton-ascend 3.2 may overwrite a left operand.
+    """
+    if IS_VARLEN:
+        clear_outside_rows(dk, cu_seqlens, T, N, H * K, BK)
+        clear_outside_rows(dv, cu_seqlens, T, N, HV * V, BV)
+        clear_outside_time_axis(dbeta, cu_seqlens, T, N, HV, DB_T_CONTIG, BT)
+        if USE_G:
+            clear_outside_time_axis(dg, cu_seqlens, T, N, HV, DG_T_CONTIG, BT)
+    R: tl.constexpr = HV // H
+    o_c = tl.arange(0, BT)
+    for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
+        i_h = i_task % H
+        i_b, i_t, bos, length = locate_chunk(i_task // H, cu_seqlens, chunk_indices, T, NT, IS_VARLEN)
+        first = tl.cast(bos + i_t * BT, tl.int64)
+        m_t = i_t * BT + o_c < length
+        p_k = k + (first * H + i_h) * K
+        o_A = o_c[:, None] * (HV * BT) + o_c[None, :]
+
+        b_P = tl.zeros([BT, BT], dtype=tl.float32)
+        for i_k in range(0, K, BK):
+            o_k = i_k + tl.arange(0, BK)
+            m_k = m_t[:, None] & (o_k < K)[None, :]
+            b_k = tl.load(p_k + o_c[:, None] * (H * K) + o_k[None, :], mask=m_k, other=0.0)
+            b_kt = b_k
+            if RELOAD_LEFT:
+                b_kt = tl.load(p_k + o_c[:, None] * (H * K) + o_k[None, :], mask=m_k, other=0.0)
+            b_P += tl.dot(b_k, tl.trans(b_kt), input_precision=DOT_PRECISION)
+
+        b_X = tl.zeros([BT, BT], dtype=tl.float32)
+        for i_r in range(0, R):
+            i_hv = i_h * R + i_r
+            p_A = A + (first * HV + i_hv) * BT
+            p_v = v + (first * HV + i_hv) * V
+            p_du = du + (first * HV + i_hv) * V
+            p_dw = dw + (first * HV + i_hv) * K
+            b_beta = _load_rows(beta, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, BETA_T_CONTIG)
+            b_A = tl.load(p_A + o_A, mask=m_t[:, None], other=0.0)
+
+            b_Cu = tl.zeros([BT, BT], dtype=tl.float32)
+            for i_v in range(0, V, BV):
+                o_v = i_v + tl.arange(0, BV)
+                m_v = m_t[:, None] & (o_v < V)[None, :]
+                o_tv = o_c[:, None] * (HV * V) + o_v[None, :]
+                b_At = b_A
+                if RELOAD_LEFT:
+                    b_At = tl.load(p_A + o_A, mask=m_t[:, None], other=0.0)
+                b_du = tl.load(p_du + o_tv, mask=m_v, other=0.0)
+                b_v = tl.load(p_v + o_tv, mask=m_v, other=0.0)
+                b_tu = tl.dot(tl.trans(b_At), b_du, input_precision=DOT_PRECISION)
+                b_Cu += tl.dot(b_du, tl.trans(b_v), input_precision=DOT_PRECISION)
+                b_dv = b_tu * b_beta[:, None]
+                tl.store(dv + (first * HV + i_hv) * V + o_tv, b_dv.to(dv.dtype.element_ty), mask=m_v)
+
+            # A is loaded anew for each element-wise use: kept in registers across the loops it would spill.
+            b_Ae = tl.load(p_A + o_A, mask=m_t[:, None], other=0.0).to(tl.float32)
+            b_dbeta = tl.sum(b_Ae * b_Cu, axis=0)
+            b_dA = b_Cu * b_beta[None, :]
+
+            b_Cw = tl.zeros([BT, BT], dtype=tl.float32)
+            for i_k in range(0, K, BK):
+                o_k = i_k + tl.arange(0, BK)
+                m_k = m_t[:, None] & (o_k < K)[None, :]
+                b_dw = tl.load(p_dw + o_c[:, None] * (HV * K) + o_k[None, :], mask=m_k, other=0.0)
+                b_k = tl.load(p_k + o_c[:, None] * (H * K) + o_k[None, :], mask=m_k, other=0.0)
+                b_Cw += tl.dot(b_dw, tl.trans(b_k), input_precision=DOT_PRECISION)
+            b_G = tl.zeros([BT], dtype=tl.float32)
+            if USE_G:
+                b_G += _load_rows(g, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, G_T_CONTIG)
+            b_e = tl.exp2(b_G)
+            b_Ae = tl.load(p_A + o_A, mask=m_t[:, None], other=0.0).to(tl.float32)
+            b_cw = tl.sum(b_Ae * b_Cw, axis=0) * b_e
+            b_dbeta += b_cw
+            b_dA += b_Cw * (b_e * b_beta)[None, :]
+            b_dA = tl.where(o_c[:, None] > o_c[None, :], b_dA, 0.0).to(k.dtype.element_ty)
+
+            b_Al = b_A
+            b_Ar = b_A
+            if RELOAD_LEFT:
+                b_Al = tl.load(p_A + o_A, mask=m_t[:, None], other=0.0)
+                b_Ar = tl.load(p_A + o_A, mask=m_t[:, None], other=0.0)
+            b_AdA = tl.dot(tl.trans(b_Al), b_dA, input_precision=DOT_PRECISION).to(k.dtype.element_ty)
+            if COMPUTED_RIGHT:
+                # Rows s, columns t: the transpose of dM.
+                b_dM = tl.dot(b_Ar, tl.trans(b_AdA), input_precision=DOT_PRECISION)
+                m_M = (o_c[:, None] < o_c[None, :]) & m_t[None, :]
+                b_x = b_G[None, :] - b_G[:, None]
+                b_M = tl.where(m_M, -b_dM * tl.exp2(tl.where(m_M, b_x, 0.0)), 0.0)
+                b_row = tl.sum(b_M * b_P, axis=0)
+                b_M *= b_beta[None, :]
+                b_col = tl.sum(b_M * b_P, axis=1)
+            else:
+                b_dM = tl.dot(b_AdA, tl.trans(b_Ar), input_precision=DOT_PRECISION)
+                m_M = (o_c[:, None] > o_c[None, :]) & m_t[:, None]
+                b_x = b_G[:, None] - b_G[None, :]
+                b_M = tl.where(m_M, -b_dM * tl.exp2(tl.where(m_M, b_x, 0.0)), 0.0)
+                b_row = tl.sum(b_M * b_P, axis=1)
+                b_M *= b_beta[:, None]
+                b_col = tl.sum(b_M * b_P, axis=0)
+            b_X += b_M
+            b_dbeta += b_row
+            _store_rows(dbeta, b_dbeta, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, DB_T_CONTIG)
+            if USE_G:
+                b_dG = (b_cw + b_row) * b_beta - b_col
+                _store_rows(dg, b_dG, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, DG_T_CONTIG)
+
+        for i_k in range(0, K, BK):
+            o_k = i_k + tl.arange(0, BK)
+            m_k = m_t[:, None] & (o_k < K)[None, :]
+            b_dk = tl.zeros([BT, BK], dtype=tl.float32)
+            for i_r in range(0, R):
+                i_hv = i_h * R + i_r
+                b_A = tl.load(A + (first * HV + i_hv) * BT + o_A, mask=m_t[:, None], other=0.0)
+                p_dw = dw + (first * HV + i_hv) * K
+                b_dw = tl.load(p_dw + o_c[:, None] * (HV * K) + o_k[None, :], mask=m_k, other=0.0)
+                b_tw = tl.dot(tl.trans(b_A), b_dw, input_precision=DOT_PRECISION)
+                b_s = _load_rows(beta, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, BETA_T_CONTIG)
+                if USE_G:
+                    b_s *= tl.exp2(_load_rows(g, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, G_T_CONTIG))
+                b_dk += b_tw * b_s[:, None]
+            b_k = tl.load(p_k + o_c[:, None] * (H * K) + o_k[None, :], mask=m_k, other=0.0)
+            b_Xk = b_X.to(b_k.dtype)
+            if COMPUTED_RIGHT:
+                b_y = tl.dot(tl.trans(b_k), b_Xk, input_precision=DOT_PRECISION)
+                b_y = tl.dot(tl.trans(b_k), tl.trans(b_Xk), b_y, input_precision=DOT_PRECISION)
+                b_dk += tl.trans(b_y)
+            else:
+                b_dk += tl.dot(tl.trans(b_Xk), b_k, input_precision=DOT_PRECISION)
+                b_dk += tl.dot(b_Xk, b_k, input_precision=DOT_PRECISION)
+            p_dk = dk + (first * H + i_h) * K + o_c[:, None] * (H * K) + o_k[None, :]
+            tl.store(p_dk, b_dk.to(dk.dtype.element_ty), mask=m_k)

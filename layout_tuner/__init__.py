@@ -1,0 +1,65 @@
+"""Auto-tuning layout dispatcher for gated linear attention on Ascend NPUs.
+
+    import layout_tuner
+    with layout_tuner.enable():
+        out = model(x)
+
+Importing this package imports the standard library only; what the names below need is imported when they are used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from . import ops as ops
+    from .api import disable as disable
+    from .api import enable as enable
+    from .api import is_enabled as is_enabled
+    from .config import Config as Config
+    from .errors import (
+        CacheError as CacheError,
+    )
+    from .errors import (
+        ConfigError as ConfigError,
+    )
+    from .errors import (
+        LayoutTunerError as LayoutTunerError,
+    )
+    from .errors import (
+        TuningError as TuningError,
+    )
+    from .errors import (
+        UnsupportedProblemError as UnsupportedProblemError,
+    )
+    from .warmup import warmup as warmup
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "enable": "api",
+    "disable": "api",
+    "is_enabled": "api",
+    "warmup": "warmup",
+    "Config": "config",
+    "LayoutTunerError": "errors",
+    "ConfigError": "errors",
+    "UnsupportedProblemError": "errors",
+    "CacheError": "errors",
+    "TuningError": "errors",
+}
+
+__all__ = ["__version__", "ops", *_HOMES]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> object:
+    if name == "ops":
+        return importlib.import_module(".ops", __name__)
+    if name in _HOMES:
+        return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,94 @@
+"""`enable`, `disable`, `is_enabled`: which calls are routed.
+
+`enable` pushes one process-wide entry at the call itself; a thread-local would miss the threads in which autograd runs
+backward. Leaving the scope removes that entry, whatever order scopes end in. The newest entry wins.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from types import TracebackType
+from typing import ParamSpec, TypeVar
+
+from . import router
+from .config import Config
+from .router import Policy, Router
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Enabled:
+    """An entry that `enable` pushed: a scope, or a decorator."""
+
+    def __init__(self, made: Router) -> None:
+        self._router = made
+        self._ticket = router.push(made)
+
+    def __enter__(self) -> Enabled:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        router.remove(self._ticket)
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Route only inside calls of `function`: the entry is removed here and pushed around each call."""
+        router.remove(self._ticket)
+
+        @functools.wraps(function)
+        def routed(*args: P.args, **kwargs: P.kwargs) -> R:
+            ticket = router.push(self._router)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                router.remove(ticket)
+
+        return routed
+
+
+def enable(
+    config: Config | str | os.PathLike[str] | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    on_miss: Policy | None = None,
+    fla: bool = True,
+) -> Enabled:
+    """Route the ops of this project to the candidate measured best for each key.
+
+        with layout_tuner.enable():                            # a scope
+        layout_tuner.enable()                                  # the whole process, until disable()
+        model.forward = layout_tuner.enable()(model.forward)   # a decorator: only inside the call
+
+    Args:
+        config: Settings, or the path of a `tuner.toml`; None finds them as `Config.load` does.
+        cache: File of decisions; None takes the settings' one, else the user's cache folder.
+        on_miss: `tune`, `default` or `error`; None follows the settings, which by default tune on an accelerator in
+            a single process and run the default candidate elsewhere.
+        fla: Also take over calls of flash-linear-attention, where it is installed.
+
+    Returns:
+        The entry: a context manager and a decorator.
+
+    Raises:
+        ConfigError: Settings that cannot be used.
+    """
+    if on_miss not in (None, "tune", "default", "error"):
+        raise ValueError(f"enable: on_miss: wanted 'tune', 'default', 'error' or None, got {on_miss!r}")
+    settings = config if isinstance(config, Config) else Config.load(config)
+    if cache is not None:
+        section = settings.cache.model_copy(update={"path": os.fspath(cache)})
+        settings = settings.model_copy(update={"cache": section})
+    return Enabled(Router(settings, on_miss=on_miss))
+
+
+def disable() -> None:
+    """Remove every entry: the default candidates run."""
+    router.clear()
+
+
+def is_enabled() -> bool:
+    """Whether calls are routed."""
+    return router.active()

@@ -1,0 +1,269 @@
+"""An op's candidates on Ascend's compiler: the launches that the real host code makes, lowered and counted.
+
+Nothing is written twice: `OpSpec.bind` chooses tiles, grid and arguments for a chip with the target's cores, the
+launcher records what it would launch, and that is lowered.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import torch
+
+from layout_tuner import launcher
+from layout_tuner.ascend.compiler import Answer, Compiler, Request
+from layout_tuner.ascend.facts import KernelFacts
+from layout_tuner.ascend.lowering import Launch, Pointer, parameters
+from layout_tuner.ascend.targets import Target
+from layout_tuner.device import Chip
+from layout_tuner.errors import LayoutTunerError
+from layout_tuner.inputs import synthesize
+from layout_tuner.keys import Key
+from layout_tuner.prepare import Prepared
+from layout_tuner.registry import Call, Candidate, OpSpec, Problem
+
+_DTYPES: Final = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int8: "i8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelReport:
+    """What the compiler made of one launch of a candidate.
+
+    Attributes:
+        kernel: Name.
+        grid: Programs.
+        tasks: Tasks they share.
+        constexprs: The compile-time arguments, tiles among them.
+        facts: Counts of one task; None where it did not compile.
+        error: Why it did not.
+        source: The Python line of the error.
+        overflow: `(memory, bytes wanted, bytes available)`, where that is why.
+        cached: The verdict came from the disk.
+        seconds: Time it took.
+    """
+
+    kernel: str
+    grid: int
+    tasks: int
+    constexprs: dict[str, Any]
+    facts: KernelFacts | None
+    error: str = ""
+    source: str = ""
+    overflow: tuple[str, int, int] | None = None
+    cached: bool = False
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CandidateReport:
+    """What the compiler made of one candidate of a key.
+
+    Attributes:
+        op: Name of the op.
+        key: The key.
+        candidate: Text id of the candidate.
+        revision: Its revision.
+        target: SoC.
+        compiler: Versions that this holds for.
+        kernels: Its launches, in order.
+        relayout_bytes: Bytes read and written by the copies of time-axis tensors around the launches.
+        error: Why there are no launches: the host code refused.
+    """
+
+    op: str
+    key: Key
+    candidate: str
+    revision: str
+    target: str
+    compiler: str
+    kernels: tuple[KernelReport, ...] = ()
+    relayout_bytes: int = 0
+    error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Every launch compiled."""
+        return not self.error and all(kernel.facts is not None for kernel in self.kernels)
+
+    def totals(self) -> dict[str, float]:
+        """Counts of the whole op: those of a task times the tasks of each launch; of memories the largest."""
+        totals: dict[str, float] = {}
+        for kernel in self.kernels:
+            if kernel.facts is None:
+                continue
+            for name, value in kernel.facts.summary().items():
+                if name in ("ub_bytes", "l1_bytes", "l0c_bytes"):
+                    totals[name] = max(totals.get(name, 0), value)
+                else:
+                    totals[name] = totals.get(name, 0) + value * kernel.tasks
+        return totals
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            **dataclasses.asdict(self),
+            "ok": self.ok,
+            "totals": self.totals(),
+            "kernels": [
+                {**dataclasses.asdict(kernel), "facts": kernel.facts and kernel.facts.to_json()}
+                for kernel in self.kernels
+            ],
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One candidate of an op at a key."""
+
+    spec: OpSpec
+    key: Key
+    candidate: Candidate
+
+
+def chip_of(target: Target) -> Chip:
+    """The target as host code sees a device."""
+    return Chip(kind="npu", name=target.name, cube_programs=target.cube_cores, vector_programs=target.vector_cores)
+
+
+def cases_of(spec: OpSpec, key: Key) -> list[Case]:
+    """Every candidate of a key."""
+    return [Case(spec=spec, key=key, candidate=candidate) for candidate in spec.candidates(key)]
+
+
+def launch_of(record: launcher.LaunchRecord) -> Launch:
+    """A recorded launch in the form that is lowered."""
+    return Launch(
+        kernel=record.kernel,
+        grid=record.grid,
+        arguments={name: _argument(value) for name, value in named_arguments(record).items()},
+        constexprs=dict(record.constants),
+    )
+
+
+def named_arguments(record: launcher.LaunchRecord) -> dict[str, Any]:
+    """A recorded launch's run-time arguments by name."""
+    names = [parameter.name for parameter in parameters(record.kernel) if not parameter.constexpr]
+    return dict(zip(names, record.arguments, strict=True))
+
+
+def _argument(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    steers = not value.is_floating_point() and value.device.type == "cpu"
+    return Pointer(dtype=_DTYPES[value.dtype], contents=value.flatten().tolist() if steers else None)
+
+
+def launches(case: Case, target: Target, call: Call | None = None) -> tuple[list[Launch], int]:
+    """The launches of a candidate, and the bytes its relayouts move.
+
+    Args:
+        case: The candidate.
+        target: For which chip.
+        call: Arguments; None makes them from the key.
+    """
+    arguments = synthesize(case.spec, case.key, "cpu") if call is None else call
+    prepared = Prepared(case.spec, Problem(key=case.key, chip=chip_of(target)), case.candidate, arguments)
+    with launcher.recording() as records:
+        results = prepared(arguments.tensors, arguments.scalars, arguments.cu_seqlens, arguments.chunk_indices)
+    moved = [arguments.tensors[place] for place, _ in prepared.moves] + [results[place] for place in prepared.restore]
+    # Each copy reads and writes every element.
+    relayout_bytes = sum(2 * tensor.numel() * tensor.element_size() for tensor in moved if tensor is not None)
+    return [launch_of(record) for record in records], relayout_bytes
+
+
+def compile_candidates(
+    cases: Iterable[Case],
+    compiler: Compiler,
+    progress: Callable[[int, int], None] | None = None,
+    timeout_s: float = 120.0,
+) -> list[CandidateReport]:
+    """Lower and count candidates; one that fails is a report that says why.
+
+    Args:
+        cases: The candidates.
+        compiler: Whose target they are compiled for.
+        progress: Called with the number of kernels done and of all.
+        timeout_s: Limit of one run of the compiler.
+    """
+    listed = list(cases)
+    found: list[list[Launch]] = []
+    reports: list[CandidateReport] = []
+    for case in listed:
+        report = CandidateReport(
+            op=case.spec.name,
+            key=case.key,
+            candidate=case.candidate.id,
+            revision=case.candidate.revision,
+            target=compiler.target.name,
+            compiler=compiler.version,
+        )
+        try:
+            made, relayout_bytes = launches(case, compiler.target)
+        except (LayoutTunerError, ValueError, TypeError) as error:
+            made, relayout_bytes = [], 0
+            report = dataclasses.replace(report, error=f"{type(error).__name__}: {error}")
+        found.append(made)
+        reports.append(dataclasses.replace(report, relayout_bytes=relayout_bytes))
+    requests: list[Request] = [launch.request(timeout_s=timeout_s) for made in found for launch in made]
+    answers = iter(compiler.lower_all(requests, progress) if requests else [])
+    return [
+        dataclasses.replace(report, kernels=tuple(_report(launch, next(answers), compiler) for launch in made))
+        for report, made in zip(reports, found, strict=True)
+    ]
+
+
+def _report(launch: Launch, answer: Answer, compiler: Compiler) -> KernelReport:
+    facts = None
+    if answer.ok:
+        facts = launch.facts(answer, target=compiler.target.name, compiler=compiler.version)
+    return KernelReport(
+        kernel=launch.name,
+        grid=launch.grid,
+        tasks=launch.tasks,
+        constexprs=dict(launch.constexprs),
+        facts=facts,
+        error=answer.error,
+        source=answer.error_source,
+        overflow=answer.overflow,
+        cached=answer.cached,
+        seconds=answer.seconds,
+    )
+
+
+def differing_lines(reports: Sequence[CandidateReport]) -> list[tuple[str, str, list[float]]]:
+    """Where candidates differ: `(what, source line, its count in each)`, largest difference first."""
+    tables: list[dict[tuple[str, str], float]] = []
+    for report in reports:
+        table: dict[tuple[str, str], float] = {}
+        for kernel in report.kernels:
+            if kernel.facts is None:
+                continue
+            for what, source, count in _lines(kernel.facts):
+                table[what, source] = table.get((what, source), 0) + count * kernel.tasks
+        tables.append(table)
+    rows = []
+    for what, source in sorted(set().union(*tables)):
+        counts = [table.get((what, source), 0) for table in tables]
+        if len(set(counts)) > 1:
+            rows.append((what, source, counts))
+    return sorted(rows, key=lambda row: min(row[2]) - max(row[2]))
+
+
+def _lines(facts: KernelFacts) -> Iterable[tuple[str, str, float]]:
+    for transfer in facts.transfers:
+        what = f"{transfer.route} {transfer.argument}"
+        yield f"{what}: bursts", transfer.source, transfer.bursts
+        yield f"{what}: bursts under 32 bytes", transfer.source, transfer.short_bursts
+        yield f"{what}: bytes", transfer.source, transfer.bytes
+    for name in ("deinterleaves", "transposes", "scalarised", "scalar_loads"):
+        for count in getattr(facts, name):
+            yield name.replace("_", " "), count.source, count.count

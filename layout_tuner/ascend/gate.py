@@ -1,0 +1,120 @@
+"""What every candidate of every op has to meet on Ascend's compiler.
+
+`cases` lists the matrix, `complaints` says what is wrong with one compiled candidate. The tests run it; the generated
+table shows it.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from layout_tuner import registry
+from layout_tuner.ascend.candidates import CandidateReport, Case, cases_of
+from layout_tuner.ascend.targets import Target, target_named
+from layout_tuner.keys import Key
+from layout_tuner.layouts import Layout
+from layout_tuner.registry import OpSpec
+
+TARGET: Final = "Ascend910B3"
+OTHER_TARGETS: Final = ("Ascend910_9391", "Ascend950PR_9589")
+WIDTHS: Final = ((64, 64), (128, 128), (192, 128), (256, 256))
+DTYPES: Final = ("bfloat16", "float32")
+# Up to this K and V no optimisation may be given up.
+WIDEST_WITHOUT_NOTES: Final = 128
+
+
+def key(spec: OpSpec, K: int, V: int, dtype: str, packed: bool, form: str, T: int = 2048) -> Key:
+    """A key of the gate: the published kernels' shape, with other widths."""
+    sizes = {"B": 1 if packed else 2, "T": T, "H": 4, "HV": 8, "K": K, "V": V}
+    return Key(
+        op=spec.name,
+        **{name: size if name in spec.sizes else 0 for name, size in sizes.items()},
+        varlen=packed,
+        dtype=dtype,
+        form=form,
+    )
+
+
+def keys(spec: OpSpec, widths: Sequence[tuple[int, int]] = WIDTHS, T: int = 2048) -> Iterator[Key]:
+    """The keys of an op: every standard form, dense and packed, in every width and dtype."""
+    seen = set()
+    for form in spec.forms.values():
+        for packed in (False, True):
+            for K, V in widths:
+                for dtype in DTYPES:
+                    made = key(spec, K, V, dtype, packed, form, T)
+                    # An op without K and V has one width.
+                    if made not in seen and not refused(spec, made):
+                        seen.add(made)
+                        yield made
+
+
+def refused(spec: OpSpec, found: Key) -> bool:
+    """The op says that no kernel serves the key."""
+    return bool([*registry.common_reasons(spec, found), *spec.unsupported(found)])
+
+
+def cases(spec: OpSpec, target: str = TARGET) -> list[Case]:
+    """Every candidate of an op that is checked on a target: all widths on the first, the narrowest on the others."""
+    widths = WIDTHS if target == TARGET else WIDTHS[:1]
+    return [case for found in keys(spec, widths) for case in cases_of(spec, found)]
+
+
+def contiguous(case: Case) -> bool:
+    """The candidate has every time-axis operand contiguous along time."""
+    layouts = [layout for _, layout in case.candidate.plan.layouts]
+    return bool(layouts) and all(layout is Layout.T_CONTIG for layout in layouts)
+
+
+def complaints(case: Case, report: CandidateReport) -> list[str]:
+    """What a compiled candidate does not meet, each in a line; empty if it meets everything."""
+    if report.error:
+        return [report.error]
+    target = target_named(report.target)
+    found = []
+    for kernel in report.kernels:
+        if kernel.facts is None:
+            where = f" [{kernel.source}]" if kernel.source else ""
+            found.append(f"{kernel.kernel}: does not compile: {kernel.error}{where}")
+            continue
+        facts = kernel.facts
+        found += [f"{kernel.kernel}: {over}" for over in facts.over(target)]
+        found += [f"{kernel.kernel}: control flow unknown at {count.source}" for count in facts.unknown]
+        if max(case.key.K, case.key.V) <= WIDEST_WITHOUT_NOTES:
+            found += [f"{kernel.kernel}: {note}" for note in facts.notes]
+        if not contiguous(case):
+            continue
+        for transfer in facts.transfers:
+            if transfer.pattern == "strided":
+                found.append(f"{kernel.kernel}: {transfer.route} {transfer.argument} is strided at {transfer.source}")
+            elif transfer.short_bursts:
+                found.append(
+                    f"{kernel.kernel}: {transfer.route} {transfer.argument}: {transfer.short_bursts:g} bursts under "
+                    f"32 bytes at {transfer.source}"
+                )
+        for name in ("deinterleaves", "scalarised"):
+            found += [
+                f"{kernel.kernel}: {count.count:g} {name} at {count.source} ({count.name})"
+                for count in getattr(facts, name)
+            ]
+    return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """A candidate and what is wrong with it."""
+
+    case: Case
+    report: CandidateReport
+    complaints: tuple[str, ...]
+
+
+def rows(found: Sequence[Case], reports: Sequence[CandidateReport]) -> list[Row]:
+    """Cases with their reports, judged."""
+    return [
+        Row(case=case, report=report, complaints=tuple(complaints(case, report)))
+        for case, report in zip(found, reports, strict=True)
+    ]
+
+
+__all__ = ["Row", "Target", "cases", "complaints", "contiguous", "key", "keys", "refused", "rows"]

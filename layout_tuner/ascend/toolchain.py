@@ -1,0 +1,150 @@
+"""Where Ascend's compiler is, and which versions it has.
+
+triton-ascend installs itself as `triton`, so it lives in an environment of its own, made by `make ascend`; on a
+machine with an NPU the running interpreter has it. A verdict holds only for the versions it was made with, so they
+go wherever a verdict goes.
+"""
+
+import dataclasses
+import functools
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+from layout_tuner.ascend.targets import Target
+from layout_tuner.errors import ConfigError
+
+DEFAULT_PYTHON: Final = Path(".venv-ascend/bin/python")
+INSTALL: Final = "make ascend"
+NATIVE_TOOLS: Final = ("mlir-opt-19", "mlir-translate-19", "clang-19")
+INSTALL_NATIVE: Final = "apt-get install mlir-19-tools llvm-19 clang-19"
+
+# Run by the candidate interpreter: what it has, as JSON.
+_PROBE: Final = """
+import importlib.metadata, importlib.util, json, os, subprocess
+found = {}
+for name in ("triton-ascend", "ascendnpu-ir"):
+    try:
+        found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+spec = importlib.util.find_spec("ascendnpuir")
+if spec is not None:
+    found["bin"] = os.path.join(os.path.dirname(spec.origin), "bin")
+    for tool in ("bishengir-compile", "bishengir-compile-a5"):
+        run = subprocess.run([os.path.join(found["bin"], tool), "--version"], capture_output=True, text=True)
+        found[tool] = " ".join(run.stdout.split("\\n")[0].split())
+print(json.dumps(found))
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Toolchain:
+    """A Python with triton-ascend and ascendnpu-ir.
+
+    Attributes:
+        python: The interpreter.
+        triton_ascend: Version of triton-ascend, the front end.
+        ascendnpu_ir: Version of ascendnpu-ir, the package of the compiler.
+        folder: Where the compiler's programs are.
+        compilers: Version line of the compiler for A2 and A3 targets, and of the one for A5 targets.
+    """
+
+    python: Path
+    triton_ascend: str
+    ascendnpu_ir: str
+    folder: Path
+    compilers: tuple[str, str]
+
+    def compiler(self, target: Target) -> Path:
+        """The program that compiles for `target`."""
+        return self.folder / ("bishengir-compile-a5" if target.generation == "A5" else "bishengir-compile")
+
+    def printer(self, target: Target) -> Path:
+        """The program that prints a module of `target`'s compiler."""
+        return self.folder / ("bishengir-opt-a5" if target.generation == "A5" else "bishengir-opt")
+
+    def version(self, target: Target) -> str:
+        """The versions a verdict about `target` holds for, in words."""
+        return f"triton-ascend {self.triton_ascend}, {self.compilers[target.generation == 'A5']}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class NativeTools:
+    """Upstream MLIR and LLVM 19, which run the front end's output on the host."""
+
+    mlir_opt: Path
+    mlir_translate: Path
+    clang: Path
+
+
+@functools.cache
+def find_toolchain(python: str | Path | None = None) -> Toolchain:
+    """The toolchain of the setting `[ascend] python`.
+
+    Args:
+        python: The interpreter that has triton-ascend. None: `.venv-ascend/bin/python` in the working directory, else
+            the running interpreter.
+
+    Raises:
+        ConfigError: it is not there, or lacks a package; the message names the command that installs it.
+    """
+    if python is not None:
+        candidates = [Path(python)]
+    else:
+        candidates = [path for path in (DEFAULT_PYTHON, Path(sys.executable)) if path.exists()]
+    problems = []
+    for candidate in candidates:
+        try:
+            return _probe(candidate)
+        except ConfigError as error:
+            problems.append(str(error))
+    raise ConfigError(
+        f"no Ascend toolchain: {'; '.join(problems)}. `{INSTALL}` installs it; "
+        "the setting `[ascend] python` says where it is"
+    )
+
+
+def _probe(python: Path) -> Toolchain:
+    # The path is made absolute, not resolved: a virtual environment is recognised by its own link.
+    python = Path(shutil.which(python) or python).absolute()
+    try:
+        run = subprocess.run(
+            [python, "-P", "-c", _PROBE],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+            stdin=subprocess.DEVNULL,
+        )
+        found = json.loads(run.stdout)
+    except (OSError, subprocess.SubprocessError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{python} does not run ({error})") from None
+    missing = [name for name in ("triton-ascend", "ascendnpu-ir") if name not in found]
+    if missing:
+        raise ConfigError(f"{python} has no {' and no '.join(missing)}")
+    return Toolchain(
+        python=python,
+        triton_ascend=found["triton-ascend"],
+        ascendnpu_ir=found["ascendnpu-ir"],
+        folder=Path(found["bin"]),
+        compilers=(found["bishengir-compile"], found["bishengir-compile-a5"]),
+    )
+
+
+@functools.cache
+def find_native_tools() -> NativeTools:
+    """The programs that native execution needs.
+
+    Raises:
+        ConfigError: one is missing; the message names the command that installs them.
+    """
+    paths = {tool: shutil.which(tool) for tool in NATIVE_TOOLS}
+    missing = [tool for tool, path in paths.items() if path is None]
+    if missing:
+        raise ConfigError(f"native execution needs {', '.join(missing)}: `{INSTALL_NATIVE}` installs them")
+    opt, translate, clang = (Path(str(paths[tool])) for tool in NATIVE_TOOLS)
+    return NativeTools(mlir_opt=opt, mlir_translate=translate, clang=clang)

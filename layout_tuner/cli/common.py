@@ -1,0 +1,96 @@
+"""What commands share: exit statuses, the environment they need, and how numbers are printed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from layout_tuner import __version__
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tuner {__version__}")
+        raise typer.Exit
+
+
+def version_option(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log decisions as they are made.")] = False,
+) -> None:
+    """Options of the command itself."""
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr
+    )
+
+
+@contextmanager
+def exit_on_bad_input() -> Iterator[None]:
+    """Turn the project's own errors into one message on stderr and exit status 2, and Ctrl-C into 130."""
+    from layout_tuner.errors import LayoutTunerError
+
+    try:
+        yield
+    except LayoutTunerError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(BAD_INPUT)
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        sys.exit(INTERRUPTED)
+
+
+def use_interpreter_on_cpu(device: str | None) -> None:
+    """Turn Triton's interpreter on, before Triton is imported, where the CPU is what there is or is asked for."""
+    from layout_tuner import config
+
+    if device is None:
+        from layout_tuner import device as devices
+
+        device = devices.resolve().type
+    if device == "cpu":
+        config.enable_interpreter()
+
+
+def console(stderr: bool = False) -> Console:
+    """Where tables (stdout) or progress (stderr) go; plain and wide where that is no terminal."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else 200
+    return Console(file=stream, width=width, highlight=False, soft_wrap=False)
+
+
+def print_json(content: object) -> None:
+    """One JSON document on stdout."""
+    typer.echo(json.dumps(content, indent=2))
+
+
+def microseconds(value: float | None) -> str:
+    """A time in microseconds with three significant digits or more."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
+
+
+def percent(value: float | None) -> str:
+    """A fraction as percent."""
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def scientific(value: float | None) -> str:
+    """An error with two significant digits."""
+    return "-" if value is None else f"{value:.1e}"

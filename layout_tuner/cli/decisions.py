@@ -1,0 +1,105 @@
+"""Stored decisions as a table for people and as JSON for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from layout_tuner.cli.common import microseconds, percent, scientific
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from layout_tuner.cache.records import DecisionRecord, KeyRecord
+
+
+def sizes_text(key: KeyRecord) -> str:
+    """A key's sizes as people write them, with dtype and packing."""
+    sizes = " ".join(f"{name}={size}" for name in ("B", "T", "H", "HV", "K", "V") if (size := getattr(key, name)))
+    return f"{sizes} {key.dtype}{' packed' if key.varlen else ''}"
+
+
+def decision_table(rows: Iterable[tuple[DecisionRecord, str]]) -> Table:
+    """A row for every candidate of every decision.
+
+    Args:
+        rows: Decisions, each with a word on how it came about in this run.
+    """
+    from rich.table import Table
+
+    table = Table(show_lines=False, pad_edge=False)
+    for heading in ("op", "key", "candidate"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("end to end us", "kernel us", "transpose us", "error", "against default"):
+        table.add_column(heading, justify="right")
+    table.add_column("", overflow="fold")
+    for decision, word in rows:
+        key = decision.key
+        first = True
+        for found in decision.measurements:
+            wins = found.candidate == decision.candidate
+            default = found.candidate == decision.default_candidate
+            note = f"WINNER ({word})" if wins else (f"{found.state}: {found.reason}" if found.state != "ok" else "")
+            table.add_row(
+                key.op if first else "",
+                f"{sizes_text(key)}\n{key.form}" if first else "",
+                found.candidate + (" (default)" if default else ""),
+                microseconds(found.end_to_end_us),
+                microseconds(found.kernel_us),
+                microseconds(found.relayout_us),
+                scientific(found.error),
+                "" if default else against_default(decision, found.end_to_end_us),
+                note,
+            )
+            first = False
+        if not decision.measurements:
+            table.add_row(key.op, f"{sizes_text(key)}\n{key.form}", decision.candidate, "-", "-", "-", "-", "", word)
+        table.add_section()
+    return table
+
+
+def against_default(decision: DecisionRecord, end_to_end_us: float | None) -> str:
+    """How much faster or slower than the default a candidate was, as a signed share of the default's time."""
+    default = next((m for m in decision.measurements if m.candidate == decision.default_candidate), None)
+    if default is None or not default.end_to_end_us or end_to_end_us is None:
+        return "-"
+    share = end_to_end_us / default.end_to_end_us - 1.0
+    return f"{'+' if share > 0 else ''}{percent(share)}"
+
+
+def decision_json(decision: DecisionRecord) -> dict[str, Any]:
+    """A decision as one JSON object, key fields first."""
+    key = decision.key
+    return {
+        **{name: getattr(key, name) for name in ("op", "B", "T", "H", "HV", "K", "V", "varlen", "dtype", "form")},
+        "candidate": decision.candidate,
+        "default": decision.default_candidate,
+        "source": decision.source,
+        "gain": decision.gain,
+        "gain_low": decision.gain_low,
+        "gain_high": decision.gain_high,
+        "environment": decision.environment,
+        "revision": decision.revision,
+        "created_at": decision.created_at.isoformat(),
+        "host": decision.host,
+        "version": decision.version,
+        "measurements": [
+            {
+                "candidate": found.candidate,
+                "state": found.state,
+                "reason": found.reason,
+                "end_to_end_us": found.end_to_end_us,
+                "kernel_us": found.kernel_us,
+                "relayout_us": found.relayout_us,
+                "error": found.error,
+                "samples_us": list(found.samples),
+                **counts(found.counts),
+            }
+            for found in decision.measurements
+        ],
+    }
+
+
+def counts(found: Mapping[str, object]) -> dict[str, object]:
+    """The facts behind a prediction, where there are any."""
+    return {"counts": dict(found)} if found else {}

@@ -1,0 +1,107 @@
+"""`tuner warmup`: tune the shapes of a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .common import INTERRUPTED, console, print_json, use_interpreter_on_cpu
+
+if TYPE_CHECKING:
+    from layout_tuner.keys import Key
+    from layout_tuner.warmup import Report
+
+INTERPRETER_NOTE = (
+    "Measured in Triton's interpreter on a CPU: these times say nothing about an NPU or a GPU, and no accelerator "
+    "reads them."
+)
+
+
+def warmup(
+    shapes: Annotated[Path, typer.Option(help="Shapes to tune, see examples/shapes.json.")],
+    device: Annotated[
+        str | None, typer.Option(help="npu, cuda, cuda:1, cpu; default: the accelerator there is, else the CPU.")
+    ] = None,
+    ops: Annotated[str | None, typer.Option(help="Only these ops, separated by commas.")] = None,
+    cache: Annotated[Path | None, typer.Option(help="File of decisions; default: the user's cache folder.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Settings; default: tuner.toml here, if any.")] = None,
+    budget: Annotated[float | None, typer.Option(help="Begin no further key after so many seconds.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+) -> None:
+    """Tune every key that the shapes ask for and that has no decision yet, and store each result at once."""
+    use_interpreter_on_cpu(device)
+    from layout_tuner import registry
+    from layout_tuner.warmup import warmup as run
+
+    chosen = [name.strip() for name in ops.split(",")] if ops else None
+    for name in chosen or ():
+        registry.lookup(name)
+    report = run_with_progress(run, shapes, config=config, cache=cache, device=device, ops=chosen, budget_s=budget)
+    if json:
+        print_json(report_json(report))
+    else:
+        print_report(report)
+    if report.interrupted:
+        raise typer.Exit(INTERRUPTED)
+    if report.count("failed") or report.count("unsupported"):
+        raise typer.Exit(1)
+
+
+def run_with_progress(run: Any, shapes: Path, **named: Any) -> Report:
+    """The library's warm-up with a bar on stderr."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
+        task = bar.add_task("warm-up", total=None)
+
+        def progress(number: int, total: int, key: Key) -> None:
+            bar.update(task, completed=number, total=total, description=f"{key.op} {key.sizes}")
+
+        report: Report = run(shapes, progress=progress, **named)
+    return report
+
+
+def print_report(report: Report) -> None:
+    """The table, then one line on what was done and where it was stored."""
+    from .decisions import decision_table
+
+    out = console()
+    words = {"tuned": "tuned now", "stored": "stored before"}
+    decided = [(row.decision, words[row.status]) for row in report.rows if row.decision and row.status in words]
+    if decided:
+        out.print(decision_table(decided))
+    for row in report.rows:
+        if row.status in ("failed", "unsupported", "left"):
+            out.print(f"{row.status}: {row.key or ''} {row.reason}".replace("  ", " "), markup=False)
+    if report.environment.interpreted:
+        out.print(INTERPRETER_NOTE)
+    tuned, stored = report.count("tuned"), report.count("stored")
+    parts = [f"{tuned} tuned" if tuned else "nothing to tune", f"{stored} stored before"]
+    parts += [f"{count} {status}" for status in ("trivial", "failed", "unsupported", "left")
+              if (count := report.count(status))]  # type: ignore[arg-type]
+    out.print(f"{', '.join(parts)}; environment {report.environment.id}; decisions in {report.store}", markup=False)
+
+
+def report_json(report: Report) -> dict[str, Any]:
+    """The report as one JSON object."""
+    from .decisions import decision_json
+
+    return {
+        "environment": {"id": report.environment.id, **report.environment.facts},
+        "interpreted": report.environment.interpreted,
+        "store": report.store,
+        "interrupted": report.interrupted,
+        "keys": [
+            {
+                "key": str(row.key) if row.key else None,
+                "status": row.status,
+                "reason": row.reason,
+                "seconds": row.seconds,
+                "decision": decision_json(row.decision) if row.decision else None,
+            }
+            for row in report.rows
+        ],
+    }

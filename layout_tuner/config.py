@@ -1,0 +1,177 @@
+"""Settings: `tuner.toml`, `LAYOUT_TUNER_*`, and what overrides what. The only module that reads `os.environ`.
+
+An explicit argument wins over an environment variable, that over `tuner.toml`, that over the default. A setting
+`[section] name` is also the variable `LAYOUT_TUNER_SECTION_NAME`. `tuner.toml` is found by argument, by
+`LAYOUT_TUNER_CONFIG`, or in the working directory. Unknown names are errors that list the known ones.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from .errors import ConfigError
+
+PREFIX = "LAYOUT_TUNER_"
+FILE = "tuner.toml"
+REFUSED = ("num_warps", "num_stages")
+REFUSAL = "num_warps and num_stages cannot be set anywhere: no kernel here takes them, on an Ascend NPU they do not exist"
+
+Policy = Literal["auto", "tune", "default", "error"]
+
+
+class Section(BaseModel):
+    """A section of `tuner.toml`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Tuning(Section):
+    """What happens on a miss, and when a candidate replaces the default."""
+
+    on_miss: Policy = "auto"
+    min_gain: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.02
+    budget_s: Annotated[float, Field(gt=0.0)] = 120.0
+
+
+class Measure(Section):
+    """How candidates are timed."""
+
+    warmup_rounds: Annotated[int, Field(ge=1)] = 10
+    min_rounds: Annotated[int, Field(ge=5)] = 15
+    max_rounds: Annotated[int, Field(ge=5)] = 100
+    interval: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.01
+    l2: Literal["warm", "cold"] = "warm"
+
+
+class Keys(Section):
+    """How packed lengths share a key."""
+
+    bucket: Literal["exact", "pow2", "log2_8"] = "pow2"
+    max_keys: Annotated[int, Field(ge=1)] = 256
+
+
+class Cache(Section):
+    """Where decisions are kept."""
+
+    path: str = ""
+
+
+class Config(BaseModel):
+    """Every setting, frozen. `Config.load()` reads file and environment; `Config()` is the defaults."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tuning: Tuning = Tuning()
+    measure: Measure = Measure()
+    keys: Keys = Keys()
+    cache: Cache = Cache()
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str] | None = None, **explicit: Mapping[str, object]) -> Config:
+        """The settings that hold: explicit over environment over file over default.
+
+        Args:
+            path: The file; None looks at `LAYOUT_TUNER_CONFIG`, then for `tuner.toml` in the working directory.
+            explicit: By section, settings that win over everything else.
+
+        Raises:
+            ConfigError: A file that cannot be read or parsed, or settings that are unknown or out of range; one
+                message names them all.
+        """
+        found, origin = read_file(path)
+        sections: dict[str, dict[str, object]] = {}
+        faults = refused(found, origin)
+        for name, settings in found.items():
+            if isinstance(settings, Mapping):
+                sections[name] = dict(settings)
+            else:
+                faults.append(f"{origin}: {name}: wanted a section [{name}], got {settings!r}")
+        from_environment, more = read_environment()
+        faults += more
+        for layer in (from_environment, explicit):
+            for name, settings in layer.items():
+                sections[name] = sections.get(name, {}) | dict(settings)
+        config = cls()
+        try:
+            config = cls.model_validate(sections)
+        except ValidationError as error:
+            faults += [describe(fault, origin) for fault in error.errors()]
+        if faults:
+            raise ConfigError("settings cannot be used:\n  " + "\n  ".join(dict.fromkeys(faults)))
+        return config
+
+
+def read_file(path: str | os.PathLike[str] | None) -> tuple[dict[str, object], str]:
+    """The parsed settings file and its name; nothing where none is named and the working directory has none."""
+    named = path or os.environ.get(PREFIX + "CONFIG")
+    file = Path(named) if named else Path(FILE)
+    if not named and not file.is_file():
+        return {}, FILE
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8")), str(file)
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: not TOML: {error}") from error
+
+
+def read_environment() -> tuple[dict[str, dict[str, object]], list[str]]:
+    """Settings from `LAYOUT_TUNER_SECTION_NAME` variables, and complaints about unknown ones."""
+    known = {
+        f"{PREFIX}{section}_{setting}".upper(): (section, setting)
+        for section, field in Config.model_fields.items()
+        for setting in field.default.__class__.model_fields
+    }
+    settings: dict[str, dict[str, object]] = {}
+    faults = []
+    for name, value in os.environ.items():
+        if not name.startswith(PREFIX) or name in OTHER_VARIABLES:
+            continue
+        if name in known:
+            section, setting = known[name]
+            settings.setdefault(section, {})[setting] = value
+        elif any(word.upper() in name for word in REFUSED):
+            faults.append(f"{name}: {REFUSAL}")
+        elif not name.startswith(PREFIX + "TEST_"):
+            faults.append(f"{name}: unknown variable (known: {', '.join([*OTHER_VARIABLES, *known])})")
+    return settings, faults
+
+
+OTHER_VARIABLES = (PREFIX + "CONFIG",)
+
+
+def refused(found: Mapping[str, object], origin: str) -> list[str]:
+    """A complaint where `num_warps` or `num_stages` stands anywhere in a file."""
+    faults = []
+    for name, value in found.items():
+        if name in REFUSED:
+            faults.append(f"{origin}: {name}: {REFUSAL}")
+        elif isinstance(value, Mapping):
+            faults += refused(value, origin)
+    return faults
+
+
+def describe(fault: Mapping[str, object], origin: str) -> str:
+    """One line for one of pydantic's complaints, with the known names where a name is unknown."""
+    location = fault["loc"]
+    assert isinstance(location, tuple)
+    section, *rest = (str(part) for part in location)
+    where = f"[{section}] {rest[0]}" if rest else f"[{section}]"
+    if rest and rest[0] in REFUSED or section in REFUSED:
+        return f"{origin}: {rest[0] if rest else section}: {REFUSAL}"
+    if fault["type"] != "extra_forbidden":
+        return f"{origin}: {where}: {fault['msg']}, got {fault['input']!r}"
+    fields = Config.model_fields
+    known = list(fields[section].default.__class__.model_fields) if rest else [f"[{name}]" for name in fields]
+    return f"{origin}: {where}: unknown (known: {', '.join(known)})"
+
+
+def enable_interpreter() -> None:
+    """Make Triton run kernels in its interpreter; has to come before the first import of Triton."""
+    os.environ["TRITON_INTERPRET"] = "1"

@@ -1,0 +1,225 @@
+"""Questions to the device and its driver; the only module that asks torch.npu, torch.cuda or Triton's runtime.
+
+Triton's interpreter stands in for a device on a plain CPU. Its `tl.dot` multiplies the raw 16-bit integers of
+bfloat16 operands in every release tried (3.2 of triton-ascend, 3.6, 3.7.1, 3.8, 3.9); `widen_interpreter_dot` puts
+that right, and `interpreter_dot_is_right` says whether it did.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import logging
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from .errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+# Programs launched per core: an NPU core runs one program at a time; a multiprocessor hides latency with several.
+PROGRAMS_PER_CORE = {"npu": 1, "cuda": 32, "cpu": 1}
+INTERPRETED_PROGRAMS = 4
+ACCELERATORS = ("npu", "cuda")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """What launches and tile choices need to know of a device.
+
+    Attributes:
+        kind: `npu`, `cuda` or `cpu`.
+        name: Model, as the driver names it.
+        cube_programs: Programs of a launch bound by the matrix unit.
+        vector_programs: Programs of a launch bound by the vector units.
+    """
+
+    kind: str
+    name: str
+    cube_programs: int
+    vector_programs: int
+
+    @property
+    def tiles(self) -> str:
+        """The family of tile choices: `cuda`, or `ascend` for an NPU and for the interpreter."""
+        return "cuda" if self.kind == "cuda" else "ascend"
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def record(self) -> None: ...
+
+    def elapsed_time(self, end: Any) -> float: ...
+
+
+def resolve(name: str | None = None) -> torch.device:
+    """The device of that name, or the accelerator there is, or the CPU.
+
+    Args:
+        name: `npu`, `cuda:1`, `cpu`, ...; None picks. A simulated device is never picked by itself.
+
+    Raises:
+        ConfigError: No such device here.
+    """
+    if name is None:
+        for kind in ACCELERATORS:
+            module = getattr(torch, kind, None)
+            if module is not None and module.is_available() and not simulated(kind):
+                return torch.device(kind, module.current_device())
+        return torch.device("cpu")
+    try:
+        device = torch.device(name)
+        if device.type == "cpu":
+            return device
+        module = torch.get_device_module(device)
+        available = module.is_available()
+    except (RuntimeError, AttributeError) as error:
+        raise ConfigError(f"device {name!r}: {str(error).splitlines()[0]}") from error
+    if not available:
+        raise ConfigError(f"device {name!r}: torch {torch.__version__} sees no such device on this machine")
+    return torch.device(device.type, module.current_device() if device.index is None else device.index)
+
+
+def simulated(kind: str) -> bool:
+    """Whether that kind of device is a simulation, which marks its module with `is_simulated`."""
+    return bool(getattr(getattr(torch, kind, None), "is_simulated", False))
+
+
+@functools.cache
+def chip(device: torch.device) -> Chip:
+    """The facts of a device; asked of the driver once."""
+    if device.type == "cpu":
+        return Chip(kind="cpu", name="cpu", cube_programs=INTERPRETED_PROGRAMS, vector_programs=INTERPRETED_PROGRAMS)
+    properties = torch.get_device_module(device).get_device_properties(device)
+    per_core = PROGRAMS_PER_CORE.get(device.type, 1)
+    if device.type == "npu":
+        cube, vector = npu_cores(device, properties)
+    else:
+        cube = vector = properties.multi_processor_count
+    return Chip(
+        kind=device.type,
+        name=properties.name,
+        cube_programs=cube * per_core,
+        vector_programs=vector * per_core,
+    )
+
+
+def npu_cores(device: torch.device, properties: Any) -> tuple[int, int]:
+    """Cube and vector cores of an NPU: from torch_npu where it knows them, else from Triton's driver."""
+    cube, vector = getattr(properties, "cube_core_num", 0), getattr(properties, "vector_core_num", 0)
+    if cube and vector:
+        return cube, vector
+    from triton.runtime import driver
+
+    found = driver.active.utils.get_device_properties(device.index or 0)
+    return found["num_aicore"], found["num_vectorcore"]
+
+
+def event(device: torch.device) -> Event:
+    """A timing event of the device: `record()`, then, after `synchronize`, `start.elapsed_time(end)` in ms."""
+    made: Event = torch.get_device_module(device).Event(enable_timing=True)
+    return made
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all its work."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream records a graph, during which nothing may be timed or allocated freely."""
+    if device.type == "cpu":
+        return False
+    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return bool(ask and ask())
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Free memory of the device in bytes; None where nobody says."""
+    ask = getattr(torch.get_device_module(device), "mem_get_info", None) if device.type != "cpu" else None
+    return int(ask(device)[0]) if ask else None
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Size of the device's second-level cache in bytes; 64 MiB where nobody says."""
+    if device.type == "cpu":
+        return 0
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return int(getattr(properties, "L2_cache_size", 0) or 64 << 20)
+
+
+def multi_process() -> bool:
+    """Whether this process is one of several ranks: ranks that tune apart would wait for each other for ever."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def release(device: torch.device) -> None:
+    """Return cached memory to the device after an allocation failed."""
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
+
+
+# -- Triton's interpreter --------------------------------------------------------------------------------------
+
+
+def interpreted(kernel: object) -> bool:
+    """Whether a kernel was made for the interpreter, which Triton decides when the kernel's module is imported."""
+    return type(kernel).__name__ == "InterpretedFunction"
+
+
+def interpreting() -> bool:
+    """Whether kernels of this process run in the interpreter."""
+    from layout_tuner.kernels import time_axis
+
+    return interpreted(time_axis.locate_chunk)
+
+
+@functools.cache
+def widen_interpreter_dot() -> None:
+    """Let the interpreter's `tl.dot` widen bfloat16 operands to fp32 first; without effect once done."""
+    import numpy
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    plain_dot = builder.create_dot
+
+    def widened(handle: Any) -> Any:
+        if handle.data.dtype != numpy.uint16:  # the interpreter stores bfloat16 as its 16 bits, fp16 as numpy's
+            return handle
+        wide = (handle.data.astype(numpy.uint32) << 16).view(numpy.float32)
+        return interpreter.TensorHandle(wide, interpreter.tl.float32)
+
+    @functools.wraps(plain_dot)
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any, **named: Any) -> Any:
+        return plain_dot(self, widened(a), widened(b), *rest, **named)
+
+    builder.create_dot = create_dot
+
+
+@functools.cache
+def interpreter_dot_is_right() -> bool:
+    """Whether a bfloat16 `tl.dot` of this process's interpreter gives the product; runs one small kernel."""
+    from layout_tuner.kernels import probe
+
+    widen_interpreter_dot()
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(16, 16, generator=generator).to(torch.bfloat16) for _ in range(2))
+    product = torch.full((16, 16), float("nan"))
+    probe.dot_probe[(1,)](a, b, product, N=16)
+    wanted = a.float() @ b.float()
+    return bool((product - wanted).norm() <= 1e-2 * wanted.norm())
+
+
+def triton_distribution() -> tuple[str, str]:
+    """Name and version of the installed Triton: `triton.__version__` does not tell `triton-ascend` from `triton`."""
+    for name in ("triton-ascend", "triton"):
+        try:
+            return name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "triton", "none"

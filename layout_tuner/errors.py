@@ -1,0 +1,40 @@
+"""The exceptions of this project.
+
+    LayoutTunerError
+    ├── ConfigError              a setting, a shapes file or a command line that cannot be used
+    ├── UnsupportedProblemError  a well-formed call that no kernel here serves; names every reason
+    ├── CacheError               a decision file that cannot be opened or read; never raised by an op
+    └── TuningError              no candidate could be used for a key
+
+Wrong shapes, dtypes and devices of a call are `ValueError` and `TypeError`, as in torch.
+"""
+
+
+class LayoutTunerError(Exception):
+    """Anything this project raises of its own accord."""
+
+
+class ConfigError(LayoutTunerError):
+    """Settings, shapes files or command lines that cannot be used; the message names everything wrong at once."""
+
+
+class UnsupportedProblemError(LayoutTunerError):
+    """A well-formed call that no kernel here serves.
+
+    Attributes:
+        op: Name of the op.
+        reasons: Every reason, each a sentence that names what is wanted.
+    """
+
+    def __init__(self, op: str, reasons: list[str] | tuple[str, ...]) -> None:
+        self.op = op
+        self.reasons = tuple(reasons)
+        super().__init__(f"{op}: " + "; ".join(self.reasons))
+
+
+class CacheError(LayoutTunerError):
+    """A decision file that cannot be opened, read or written."""
+
+
+class TuningError(LayoutTunerError):
+    """No candidate of a key compiled, ran and was right."""

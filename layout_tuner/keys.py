@@ -1,0 +1,138 @@
+"""The key of a call: what a decision is remembered under, and how packed lengths share one.
+
+A key holds everything that changes the work and nothing else: sizes, whether the batch is packed, the dtype, and
+`form`, a canonical text of the rest (optional operands, their dtypes, the layout each time-axis operand arrives in,
+chunk size, flags). Values of `cu_seqlens`, data and pointer alignment are never part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from .errors import ConfigError
+from .layouts import Layout
+
+BUCKETS = ("exact", "pow2", "log2_8")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Key:
+    """What a decision is remembered under.
+
+    Attributes:
+        op: Name of the op.
+        B, T, H, HV, K, V: Sizes; 0 where the op has no such size. T of a packed batch is a bucket's upper length.
+        varlen: Whether the batch is packed (`cu_seqlens` given).
+        dtype: Of the op's first tensor, by torch's name (`bfloat16`).
+        form: Canonical text of everything else, see `form_text`.
+    """
+
+    op: str
+    B: int
+    T: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    varlen: bool
+    dtype: str
+    form: str
+
+    @property
+    def sizes(self) -> str:
+        """The sizes as people write them: `B=2 T=2048 H=4 HV=8 K=64 V=64`."""
+        named = ((name, getattr(self, name)) for name in ("B", "T", "H", "HV", "K", "V"))
+        return " ".join(f"{name}={size}" for name, size in named if size)
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.sizes} {'packed' if self.varlen else 'dense'} {self.dtype} [{self.form}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The parsed text of a key's `form`.
+
+    Attributes:
+        entries: Name to value; for a tensor `dtype` or `dtype@ARRIVAL`, for a flag `1`, for a number its digits.
+    """
+
+    entries: Mapping[str, str]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.entries
+
+    def dtype(self, operand: str) -> str | None:
+        """The dtype of an operand the form names, by torch's name; None where it names none."""
+        value = self.entries.get(operand)
+        return value.partition("@")[0] if value else None
+
+    def arrival(self, operand: str) -> Layout | None:
+        """The layout a time-axis operand arrives in; None where the form does not say."""
+        _, _, layout = self.entries.get(operand, "").partition("@")
+        return Layout(layout) if layout else None
+
+    def integer(self, name: str, default: int = 0) -> int:
+        """The number of that name."""
+        return int(self.entries.get(name, default))
+
+    def flag(self, name: str) -> bool:
+        """Whether the flag of that name is set."""
+        return self.entries.get(name) == "1"
+
+    def __str__(self) -> str:
+        return form_text(self.entries)
+
+
+def form_text(entries: Mapping[str, str]) -> str:
+    """The canonical text: `name=value` by name, joined by commas, without blanks."""
+    return ",".join(f"{name}={entries[name]}" for name in sorted(entries))
+
+
+def parse_form(text: str) -> Form:
+    """The form a text describes.
+
+    Raises:
+        ConfigError: The text is not `name=value` pairs joined by commas, or names a thing twice or a layout that
+            does not exist.
+    """
+    entries: dict[str, str] = {}
+    faults = []
+    for part in filter(None, text.split(",")):
+        name, equals, value = part.partition("=")
+        if not equals or not name or not value:
+            faults.append(f"{part!r} is not name=value")
+        elif name in entries:
+            faults.append(f"{name!r} stands twice")
+        elif "@" in value and value.partition("@")[2] not in Layout.__members__:
+            faults.append(f"{part!r} names no layout (one of {', '.join(Layout.__members__)})")
+        else:
+            entries[name] = value
+    if faults:
+        raise ConfigError(f"form {text!r}: " + "; ".join(faults))
+    return Form(entries)
+
+
+def bucket(T: int, rule: str) -> int:
+    """The upper length of the bucket that `T` tokens of a packed batch fall into.
+
+    Args:
+        T: Tokens, at least 1.
+        rule: `exact` (T itself), `pow2` (the next power of two) or `log2_8` (eight buckets an octave).
+    """
+    if rule == "exact" or T <= 1:
+        return T
+    octave = 1 << (T - 1).bit_length()  # the smallest power of two >= T
+    if rule == "pow2":
+        return octave
+    if rule == "log2_8":
+        step = max(octave // 16, 1)
+        return -(-T // step) * step
+    raise ConfigError(f"bucket rule {rule!r}: wanted one of {', '.join(BUCKETS)}")
+
+
+def bucketed(key: Key, rule: str) -> Key:
+    """The key under which a call with `key` is tuned, stored and looked up: the only place where T is rounded."""
+    if not key.varlen:
+        return key
+    return replace(key, T=bucket(key.T, rule))

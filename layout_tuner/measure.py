@@ -1,0 +1,218 @@
+"""Timing: interleaved rounds of callables on a device, and what can be said of the samples.
+
+Rounds time every callable once, in rotating order, so that what one leaves behind (cache contents, clock speed, heat)
+falls on all of them alike. Comparisons are paired within rounds; an interval is one of order statistics, which assumes
+nothing of the distribution. Times are microseconds throughout.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from . import device as devices
+
+Run = Callable[[], object]
+
+MOST_HOLDS = 8
+CONFIDENCE = 0.95
+
+
+class Timer(Protocol):
+    """Times callables; tests pass one with a clock of their own."""
+
+    def round_us(self, runs: Sequence[Run]) -> list[float]:
+        """Run each once, in order, and return what each took in microseconds."""
+        ...
+
+
+class HostTimer:
+    """Wall-clock time of callables that return when their work is done, as the interpreter's do."""
+
+    def round_us(self, runs: Sequence[Run]) -> list[float]:
+        """One sample of each, in microseconds."""
+        samples = []
+        for run in runs:
+            start = time.perf_counter()
+            run()
+            samples.append((time.perf_counter() - start) * 1e6)
+        return samples
+
+
+class EventTimer:
+    """Device time between two events around a callable's work.
+
+    A fill of a scratch buffer ahead of each sample keeps the device busy while the host queues the callable, so that
+    a short kernel's time is the device's and not the host's. The fill also empties the second-level cache; with `warm`
+    the callable then runs once untimed, as a step of a model finds its operands where the step before left them.
+
+    Args:
+        device: An accelerator.
+        l2: `warm` or `cold`.
+    """
+
+    def __init__(self, device: torch.device, l2: Literal["warm", "cold"] = "warm") -> None:
+        self.device = device
+        self.l2 = l2
+        self.scratch = torch.empty(2 * devices.cache_bytes(device), dtype=torch.uint8, device=device)
+        self.fill_us = self._fill_us()
+
+    def _fill_us(self) -> float:
+        """Device time of one fill."""
+        self.scratch.zero_()
+        start, end = devices.event(self.device), devices.event(self.device)
+        start.record()
+        for _ in range(4):
+            self.scratch.zero_()
+        end.record()
+        devices.synchronize(self.device)
+        return start.elapsed_time(end) * 1e3 / 4
+
+    def _holds(self, run: Run) -> int:
+        """Fills that outlast the host's queueing of a callable, twice over."""
+        start = time.perf_counter()
+        run()
+        queueing_us = (time.perf_counter() - start) * 1e6
+        devices.synchronize(self.device)
+        return min(MOST_HOLDS, 1 + math.ceil(2.5 * queueing_us / self.fill_us)) if self.fill_us > 0 else 1
+
+    def round_us(self, runs: Sequence[Run]) -> list[float]:
+        """One sample of each, in microseconds of device time."""
+        pairs = []
+        for run in runs:
+            holds = self._holds(run)
+            for _ in range(holds):
+                self.scratch.zero_()
+            if self.l2 == "warm":
+                run()
+            start, end = devices.event(self.device), devices.event(self.device)
+            start.record()
+            run()
+            end.record()
+            pairs.append((start, end))
+            devices.synchronize(self.device)
+        return [start.elapsed_time(end) * 1e3 for start, end in pairs]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A median and its 95 % interval.
+
+    Attributes:
+        median: The middle sample.
+        low, high: Order statistics that enclose the true median with 95 % confidence.
+    """
+
+    median: float
+    low: float
+    high: float
+
+
+def median_interval(samples: Sequence[float]) -> Interval:
+    """Median with the distribution-free 95 % interval of the sign test.
+
+    Under 6 samples no two order statistics give 95 %; the interval then is unbounded.
+    """
+    ordered = sorted(samples)
+    n = len(ordered)
+    rank = -1  # the largest r with P(Binomial(n, 1/2) <= r) <= 2.5 %
+    tail = 0.0
+    for r in range(n):
+        tail += math.comb(n, r) / 2**n
+        if tail > (1 - CONFIDENCE) / 2:
+            break
+        rank = r
+    if rank < 0:
+        return Interval(median=statistics.median(ordered) if n else math.nan, low=-math.inf, high=math.inf)
+    return Interval(median=statistics.median(ordered), low=ordered[rank], high=ordered[n - 1 - rank])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """Samples of callables timed side by side.
+
+    Attributes:
+        samples: By name, one entry a kept round; entries of equal position were taken in the same round.
+        discarded: Rounds left out because a sample of theirs was zero, negative or not finite.
+        stopped: Why there were no more rounds: `narrow`, `rounds` or `budget`.
+    """
+
+    samples: Mapping[str, list[float]]
+    discarded: int
+    stopped: str
+
+    def median(self, name: str) -> float:
+        """Median time of a callable in microseconds."""
+        return statistics.median(self.samples[name])
+
+    def gain(self, name: str, baseline: str) -> Interval:
+        """Fraction of the baseline's time that a callable saves, paired by round; negative where it is slower."""
+        pairs = zip(self.samples[name], self.samples[baseline])
+        return median_interval([1.0 - own / base for own, base in pairs])
+
+
+def time_rounds(
+    runs: Mapping[str, Run],
+    baseline: str,
+    timer: Timer,
+    *,
+    warmup_rounds: int,
+    min_rounds: int,
+    max_rounds: int,
+    interval: float,
+    deadline: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> Rounds:
+    """Time callables in interleaved rounds until their gains over the baseline are known narrowly enough.
+
+    Args:
+        runs: Callables by name.
+        baseline: The name that the others are compared with.
+        timer: Takes the samples.
+        warmup_rounds: At most so many rounds are thrown away; fewer once two in a row agree within 2 %.
+        min_rounds, max_rounds: Kept rounds.
+        interval: Enough, once every gain's 95 % interval is at most this wide.
+        deadline: On `clock`, no round starts after it; the first `min_rounds` do not wait for the interval.
+        clock: Seconds.
+    """
+    names = list(runs)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    previous: list[float] = []
+    for _ in range(warmup_rounds):
+        current = timer.round_us([runs[name] for name in names])
+        settled = previous and all(abs(a - b) <= 0.02 * max(a, b) for a, b in zip(current, previous))
+        if settled or clock() > deadline:
+            break
+        previous = current
+    discarded = 0
+    stopped = "rounds"
+    for i_round in range(max_rounds + min_rounds):
+        if clock() > deadline and i_round:
+            stopped = "budget"
+            break
+        order = names[i_round % len(names) :] + names[: i_round % len(names)]
+        taken = dict(zip(order, timer.round_us([runs[name] for name in order])))
+        if not all(math.isfinite(sample) and sample > 0 for sample in taken.values()):
+            discarded += 1
+            continue
+        for name, sample in taken.items():
+            samples[name].append(sample)
+        kept = len(samples[baseline])
+        result = Rounds(samples=samples, discarded=discarded, stopped="narrow")
+        if kept >= min_rounds and narrow(result, names, baseline, interval):
+            return result
+        if kept >= max_rounds:
+            break
+    return Rounds(samples=samples, discarded=discarded, stopped=stopped)
+
+
+def narrow(rounds: Rounds, names: Sequence[str], baseline: str, width: float) -> bool:
+    """Whether every gain over the baseline is known to within `width`."""
+    gains = [rounds.gain(name, baseline) for name in names if name != baseline]
+    return all(gain.high - gain.low <= width for gain in gains)

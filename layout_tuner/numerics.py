@@ -1,0 +1,61 @@
+"""How far a result is from the oracle, and how far it may be.
+
+The measure is the root mean square of the difference over the root mean square of the reference, or, where a
+result is a difference of sums and may cancel, of the terms that were summed if that is larger. Where the reference
+is zero throughout, the result must be zero. A NaN or an infinity that the reference lacks is an infinite error.
+"""
+
+from __future__ import annotations
+
+import torch
+
+FP32_TOLERANCE = 1e-4
+# 16-bit inputs against an fp32 or better oracle. The interpreter rounds bfloat16 toward zero, hence its own column.
+SIXTEEN_BIT_TOLERANCE = 0.006
+INTERPRETER_FACTOR_BF16 = 2.0
+
+
+def rms(tensor: torch.Tensor) -> float:
+    """Root mean square of all elements, 0 for an empty tensor."""
+    if tensor.numel() == 0:
+        return 0.0
+    wide = tensor.detach().to(torch.float32)
+    return float(wide.square().mean().sqrt())
+
+
+def error(got: torch.Tensor, wanted: torch.Tensor, term_rms: float = 0.0) -> float:
+    """Relative error of a result.
+
+    Args:
+        got: The result, any dtype and strides.
+        wanted: The reference, same shape.
+        term_rms: Root mean square of the terms summed into it, where they may cancel.
+
+    Returns:
+        `rms(got - wanted) / max(rms(wanted), term_rms)`; 0 where both are zero, infinity where `got` is not finite
+        or is not zero though every term is.
+    """
+    if got.shape != wanted.shape:
+        return float("inf")
+    if not bool(torch.isfinite(got).all()):
+        return float("inf")
+    wide = wanted.dtype if wanted.dtype == torch.float64 else torch.float32
+    difference = rms(got.to(wide) - wanted.to(wide))
+    size = max(rms(wanted), term_rms)
+    if size == 0.0:
+        return 0.0 if difference == 0.0 else float("inf")
+    return difference / size
+
+
+def tolerance(dtype: str, interpreted: bool, own: float | None = None) -> float:
+    """Largest error allowed for results computed from inputs of `dtype`.
+
+    Args:
+        dtype: Of the op's main tensor, by torch's name.
+        interpreted: Whether the kernels ran in Triton's interpreter.
+        own: The op's own tolerance for 16-bit inputs, else the common one.
+    """
+    if dtype == "float32":
+        return FP32_TOLERANCE
+    limit = SIXTEEN_BIT_TOLERANCE if own is None else own
+    return limit * INTERPRETER_FACTOR_BF16 if interpreted and dtype == "bfloat16" else limit

@@ -1,0 +1,121 @@
+"""A candidate bound to a signature: the copies it needs, its launch, and the way back to row-major results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from . import layouts
+from .layouts import Layout
+from .packing import prepare_chunk_indices
+from .registry import Call, Candidate, Launch, OpSpec, Outputs, Problem
+
+Tensors = Sequence["torch.Tensor | None"]
+
+
+class Prepared:
+    """What a hit calls: everything that depends on the signature is settled.
+
+    Args:
+        spec: The op.
+        problem: Key and chip.
+        candidate: What to run.
+        call: A call of the signature; only shapes, strides and what is None are looked at.
+        bare: Whether operands arrive in the plan's layouts and results may stay in them: the kernels alone.
+    """
+
+    __slots__ = ("BT", "candidate", "contiguous", "launch", "moves", "packed", "restore")
+
+    def __init__(self, spec: OpSpec, problem: Problem, candidate: Candidate, call: Call, *, bare: bool = False) -> None:
+        self.candidate = candidate
+        self.launch: Launch = spec.bind(problem, candidate)
+        self.BT = problem.BT
+        self.packed = call.cu_seqlens is not None
+        self.contiguous = tuple(
+            i
+            for i, (operand, tensor) in enumerate(zip(spec.operands, call.tensors))
+            if tensor is not None and not operand.time_axis and not tensor.is_contiguous()
+        )
+        self.moves: tuple[tuple[int, Layout], ...] = ()
+        self.restore: tuple[int, ...] = ()
+        if not bare:
+            self.moves = tuple(
+                (i, candidate.plan[operand.name])
+                for i, (operand, tensor) in enumerate(zip(spec.operands, call.tensors))
+                if tensor is not None
+                and operand.time_axis
+                and must_move(tensor, candidate.plan[operand.name])
+            )
+            self.restore = tuple(i for i, out in enumerate(spec.outputs) if candidate.plan.t_contig(out.name))
+
+    def __call__(
+        self,
+        tensors: Tensors,
+        scalars: tuple[float | None, ...],
+        cu_seqlens: torch.Tensor | None,
+        chunk_indices: torch.Tensor | None,
+    ) -> Outputs:
+        if self.contiguous or self.moves:
+            tensors = self.arrange(tensors)
+        if self.packed and chunk_indices is None and cu_seqlens is not None:
+            chunk_indices = prepare_chunk_indices(cu_seqlens, self.BT)
+        results = self.launch(*tensors, *scalars, cu_seqlens, chunk_indices)
+        if self.restore:
+            results = self.row_major(results)
+        return results
+
+    def arrange(self, tensors: Tensors) -> list[torch.Tensor | None]:
+        """The operands as the kernel wants them: row-major, and time-axis operands in the plan's layouts."""
+        arranged = list(tensors)
+        for i in self.contiguous:
+            arranged[i] = present(arranged[i]).contiguous()
+        for i, layout in self.moves:
+            arranged[i] = layouts.relayout(present(arranged[i]), layout)
+        return arranged
+
+    def row_major(self, results: Outputs) -> Outputs:
+        """Results with every time-axis tensor row-major, as callers read them."""
+        back = list(results)
+        for i in self.restore:
+            tensor = back[i]
+            if tensor is not None:
+                back[i] = layouts.relayout(tensor, Layout.STRIDE_HV)
+        return tuple(back)
+
+
+def must_move(tensor: torch.Tensor, wanted: Layout) -> bool:
+    """Whether a time-axis operand has to be copied to lie in the wanted layout."""
+    B, T, HV = tensor.shape
+    found = layouts.arrival(tensor)
+    if found is Layout.STRIDE_HV and (HV == 1 or T == 1):
+        return False  # both layouts at once
+    return found is not wanted
+
+
+def present(tensor: torch.Tensor | None) -> torch.Tensor:
+    """The tensor, which is known to be there."""
+    assert tensor is not None
+    return tensor
+
+
+def copies(prepared: Prepared, call: Call, results: Outputs) -> Callable[[], object] | None:
+    """The copies alone that a prepared call makes of time-axis tensors; None where it makes none.
+
+    Args:
+        prepared: The candidate.
+        call: Its arguments.
+        results: Results of its launch, in the plan's layouts.
+    """
+    if not prepared.moves and not prepared.restore:
+        return None
+    moves = [(present(call.tensors[i]), layout) for i, layout in prepared.moves]
+    backs = [tensor for i in prepared.restore if (tensor := results[i]) is not None]
+
+    def copy() -> None:
+        for tensor, layout in moves:
+            layouts.relayout(tensor, layout)
+        for tensor in backs:
+            layouts.relayout(tensor, Layout.STRIDE_HV)
+
+    return copy

@@ -1,0 +1,494 @@
+"""What can be tuned: each op declares its operands, candidates, kernels and oracle once, here.
+
+Validation, keys, synthetic inputs, layouts, tests, the tuner and the Ascend compiler all read these declarations;
+none of them knows an op by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import inspect
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from .errors import ConfigError, UnsupportedProblemError
+from .keys import Form, Key, form_text, parse_form
+from .layouts import Layout, LayoutPlan, arrival
+
+if TYPE_CHECKING:
+    import torch
+
+    from .device import Chip
+
+Value = bool | int | str
+Outputs = tuple["torch.Tensor | None", ...]
+Launch = Callable[..., Outputs]
+
+SIZES = ("B", "T", "H", "HV", "K", "V")
+DTYPES = ("float32", "bfloat16", "float16")
+SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "f32": "float32", "f16": "float16"}
+CHUNK_SIZES = (16, 32, 64)
+WIDEST = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operand:
+    """A tensor an op takes.
+
+    Attributes:
+        name: Argument name.
+        dims: Its shape in the symbols `B T H HV K V BT NT N`, or a number.
+        optional: Whether the caller may leave it out.
+        time_axis: Whether it is a `[B, T, HV]` tensor whose layout is a choice.
+        fill: How synthetic values are drawn, a name in `inputs.FILLS`.
+        dtypes: Accepted dtypes; empty means those of the main tensor.
+        must_match: Whether its dtype has to be the main tensor's.
+        dims_v_first: Its shape where the option `state_v_first` is set, if another.
+    """
+
+    name: str
+    dims: str
+    optional: bool = False
+    time_axis: bool = False
+    fill: str = "normal"
+    dtypes: tuple[str, ...] = DTYPES
+    must_match: bool = True
+    dims_v_first: str = ""
+
+    def shape_symbols(self, state_v_first: bool) -> list[str]:
+        """The symbols of its shape."""
+        return (self.dims_v_first or self.dims if state_v_first else self.dims).split()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """A tensor an op returns.
+
+    Attributes:
+        name: As in the formula.
+        time_axis: Whether it is a `[B, T, HV]` tensor whose layout is a choice.
+        needs: The optional operand without which it is None.
+    """
+
+    name: str
+    time_axis: bool = False
+    needs: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """An argument that is no tensor and changes which work is done: a flag, a size or the name of a dtype.
+
+    Attributes:
+        name: Argument name.
+        default: Its default; flags at their default are left out of a form.
+        entry: The name under which a form shows it.
+    """
+
+    name: str
+    default: Value
+    entry: str = ""
+
+    @property
+    def label(self) -> str:
+        """The name under which a form shows it."""
+        return self.entry or self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One way to run an op: a kernel variant with a layout for each time-axis operand.
+
+    Attributes:
+        variant: Name of the kernel variant.
+        plan: The layouts the kernel reads and writes.
+        revision: Hash of the device sources the variant runs.
+    """
+
+    variant: str
+    plan: LayoutPlan
+    revision: str
+
+    @property
+    def id(self) -> str:
+        """The stable text it is stored under: `full/g=T_CONTIG`, or `full` where no layout is a choice."""
+        plan = str(self.plan)
+        return f"{self.variant}/{plan}" if plan else self.variant
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """The arguments of one call, in the order an op declares them.
+
+    Attributes:
+        tensors: One for each operand, None where left out.
+        options: One for each option.
+        scalars: One for each scalar, None for its default.
+        cu_seqlens: `[N + 1]` sequence starts of a packed batch, else None.
+        chunk_indices: `[NT, 2]` chunks of a packed batch, where the caller has them.
+    """
+
+    tensors: tuple[torch.Tensor | None, ...]
+    options: tuple[Value, ...] = ()
+    scalars: tuple[float | None, ...] = ()
+    cu_seqlens: torch.Tensor | None = None
+    chunk_indices: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A key on a chip: all that a launch is built from.
+
+    Attributes:
+        key: The key, T as the call has it or as its bucket rounds it.
+        chip: The device the kernels run on.
+        form: The key's form, parsed.
+    """
+
+    key: Key
+    chip: Chip
+    form: Form = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "form", parse_form(self.key.form))
+
+    @property
+    def BT(self) -> int:
+        """Chunk size in tokens."""
+        return self.form.integer("BT", 64)
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of the main tensor."""
+        return 4 if self.key.dtype == "float32" else 2
+
+    @property
+    def dot_precision(self) -> str:
+        """`input_precision` of dots on the main dtype: exact for fp32, without effect for 16-bit operands."""
+        return "ieee"
+
+    def has(self, operand: str) -> bool:
+        """Whether an optional operand is given."""
+        return operand in self.form
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OpSpec:
+    """An op, declared.
+
+    Attributes:
+        name: Name of the public function.
+        operands: Tensors it takes, the main one first.
+        outputs: Tensors it returns.
+        options: Arguments that select the work.
+        scalars: Arguments that are run-time numbers.
+        layout_groups: Operands (read or written) that share one layout; a plan gives each group one.
+        variants: Kernel variants, the default first; a mapping by chip kind may override it.
+        default_variants: Default variant for a chip kind where it is not the first.
+        sources: Modules under `layout_tuner.kernels` whose text makes a variant's revision.
+        bind: Builds the launch of a candidate for a problem. The launch takes the operands, then the scalars, then
+            `cu_seqlens` and `chunk_indices`, with time-axis operands in the plan's layout, and returns every output.
+        reference: The oracle: same operands and options by name, results in the order of `outputs`.
+        forms: Standard forms by name; warm-up tunes these.
+        more_forms: Further forms that tests and the Ascend gate cover.
+        unsupported: Reasons an op of its own cannot serve a key, beyond the common ones.
+        tolerances: Largest error allowed for an output by name, 16-bit dtypes; fp32 is `numerics.FP32_TOLERANCE`.
+        term_rms: Root mean square of the terms summed into outputs that can cancel, by output name.
+    """
+
+    name: str
+    operands: tuple[Operand, ...]
+    outputs: tuple[Output, ...]
+    options: tuple[Option, ...] = ()
+    scalars: tuple[str, ...] = ()
+    layout_groups: tuple[tuple[str, ...], ...] = ()
+    variants: tuple[str, ...]
+    default_variants: Mapping[str, str] = field(default_factory=dict)
+    sources: tuple[str, ...]
+    bind: Callable[[Problem, Candidate], Launch]
+    reference: Callable[..., object]
+    forms: Mapping[str, str]
+    more_forms: tuple[str, ...] = ()
+    unsupported: Callable[[Key], Sequence[str]] = lambda key: ()
+    tolerances: Mapping[str, float] = field(default_factory=dict)
+    term_rms: Callable[..., Mapping[str, torch.Tensor]] | None = None
+
+    @functools.cached_property
+    def sizes(self) -> frozenset[str]:
+        """The sizes this op has."""
+        return frozenset(symbol for operand in self.operands for symbol in operand.dims.split()) & frozenset(SIZES)
+
+    @functools.cached_property
+    def time_operands(self) -> tuple[str, ...]:
+        """Names of the time-axis tensors it reads or writes, in the order of `layout_groups`."""
+        return tuple(itertools.chain.from_iterable(self.layout_groups))
+
+    @functools.cached_property
+    def every_form(self) -> tuple[str, ...]:
+        """Every form that tests and the Ascend gate cover, canonical: the standard ones first."""
+        return tuple(dict.fromkeys(str(parse_form(form)) for form in (*self.forms.values(), *self.more_forms)))
+
+    @functools.cached_property
+    def revision(self) -> str:
+        """Hash of the device sources: a candidate of another revision is another candidate."""
+        return source_revision(self.sources)
+
+    def arguments(self, call: Call) -> dict[str, object]:
+        """The call's arguments by name, as the public function and the oracle take them."""
+        named: dict[str, object] = {operand.name: tensor for operand, tensor in zip(self.operands, call.tensors)}
+        named |= {option.name: value for option, value in zip(self.options, call.options)}
+        named |= dict(zip(self.scalars, call.scalars))
+        if "T" in self.sizes:
+            named["cu_seqlens"] = call.cu_seqlens
+        return named
+
+    # -- the key of a call -------------------------------------------------------------------------------------
+
+    def key(self, call: Call) -> Key:
+        """The exact key (T unrounded) of a call, after checking every operand against the declaration.
+
+        Raises:
+            TypeError: An operand that is no tensor.
+            ValueError: Missing operands, wrong shapes, dtypes or devices; every mistake in one message.
+            UnsupportedProblemError: A well-formed call that no kernel serves.
+        """
+        sizes = check_call(self, call)
+        entries: dict[str, str] = {}
+        main = dtype_name(call.tensors[0])
+        for operand, tensor in zip(self.operands, call.tensors):
+            if tensor is None:
+                continue
+            dtype = dtype_name(tensor)
+            if operand.time_axis:
+                entries[operand.name] = f"{dtype}@{arrival(tensor).value}"
+            elif operand.optional or dtype != main:
+                entries[operand.name] = dtype
+        for option, value in zip(self.options, call.options):
+            if isinstance(value, bool):
+                if value != option.default:
+                    entries[option.label] = str(int(value))
+            else:
+                entries[option.label] = str(value)
+        if "BT" in sizes:
+            entries["BT"] = str(sizes["BT"])
+        key = Key(
+            op=self.name,
+            **{name: sizes.get(name, 0) for name in SIZES},
+            varlen=call.cu_seqlens is not None,
+            dtype=main,
+            form=form_text(entries),
+        )
+        self.require(key)
+        return key
+
+    def require(self, key: Key) -> None:
+        """Raise `UnsupportedProblemError` with every reason where no kernel serves the key."""
+        reasons = [*common_reasons(self, key), *self.unsupported(key)]
+        if reasons:
+            raise UnsupportedProblemError(self.name, reasons)
+
+    # -- what may run it ---------------------------------------------------------------------------------------
+
+    def plans(self, key: Key) -> tuple[LayoutPlan, ...]:
+        """The layouts worth trying for a key, STRIDE_HV first.
+
+        Nothing is a choice with one head or one token, nor for a group whose operand arrives T_CONTIG: it is used
+        as it is.
+        """
+        form = parse_form(key.form)
+        present = {operand.name for operand in self.operands if operand.time_axis and operand.name in form}
+        present |= {out.name for out in self.outputs if out.time_axis and (not out.needs or out.needs in form)}
+        groups = [tuple(name for name in group if name in present) for group in self.layout_groups]
+        groups = [group for group in groups if group]
+        choices = []
+        for group in groups:
+            arrives = {form.arrival(name) for name in group}
+            if key.HV == 1 or key.T == 1:
+                choices.append((Layout.STRIDE_HV,))
+            elif Layout.T_CONTIG in arrives:
+                choices.append((Layout.T_CONTIG,))
+            else:
+                choices.append((Layout.STRIDE_HV, Layout.T_CONTIG))
+        return tuple(
+            LayoutPlan(tuple((name, layout) for group, layout in zip(groups, layouts) for name in group))
+            for layouts in itertools.product(*choices)
+        )
+
+    def candidates(self, key: Key) -> tuple[Candidate, ...]:
+        """Every candidate of a key, in a fixed order."""
+        return tuple(
+            Candidate(variant=variant, plan=plan, revision=self.revision)
+            for variant in self.variants
+            for plan in self.plans(key)
+        )
+
+    def default(self, key: Key, chip: Chip) -> Candidate:
+        """What runs where nothing was measured: T_CONTIG on an NPU (the published fix), STRIDE_HV elsewhere."""
+        plans = self.plans(key)
+        variant = self.default_variants.get(chip.kind, self.variants[0])
+        return Candidate(variant=variant, plan=plans[-1] if chip.kind == "npu" else plans[0], revision=self.revision)
+
+    def nothing_to_choose(self, key: Key) -> bool:
+        """Whether the key is never tuned: one head or one token, where every layout is the same memory."""
+        return key.HV == 1 or key.T == 1
+
+    def form_named(self, name: str) -> str:
+        """The form text of a standard form's name, or the text itself where it is a form already.
+
+        Raises:
+            ConfigError: Neither.
+        """
+        if name in self.forms:
+            return str(parse_form(self.forms[name]))
+        if "=" in name:
+            return str(parse_form(name))
+        raise ConfigError(f"{self.name} has no form {name!r} (it has {', '.join(self.forms)})")
+
+
+_OPS: dict[str, OpSpec] = {}
+
+
+def register(spec: OpSpec) -> OpSpec:
+    """Make an op known; a name is taken once.
+
+    Raises:
+        ValueError: An op of that name is registered already.
+    """
+    if spec.name in _OPS:
+        raise ValueError(f"an op {spec.name!r} is registered already")
+    _OPS[spec.name] = spec
+    return spec
+
+
+def lookup(name: str) -> OpSpec:
+    """The op of that name.
+
+    Raises:
+        ConfigError: No such op; the message lists those there are.
+    """
+    try:
+        return _OPS[name]
+    except KeyError:
+        raise ConfigError(f"no op {name!r} (there are {', '.join(sorted(_OPS))})") from None
+
+
+def names() -> tuple[str, ...]:
+    """The registered ops, sorted."""
+    return tuple(sorted(_OPS))
+
+
+def dtype_name(tensor: torch.Tensor | None) -> str:
+    """A tensor's dtype as forms and keys write it: `bfloat16`."""
+    return str(tensor.dtype).removeprefix("torch.") if tensor is not None else ""
+
+
+@functools.cache
+def source_revision(modules: tuple[str, ...]) -> str:
+    """Twelve hex digits over the text of kernel modules and the shared address helpers."""
+    digest = hashlib.sha256()
+    for name in (*modules, "time_axis"):
+        module = importlib.import_module(f"layout_tuner.kernels.{name}")
+        digest.update(inspect.getsource(module).encode())
+    return digest.hexdigest()[:12]
+
+
+# -- checking a call -------------------------------------------------------------------------------------------
+
+
+def check_call(spec: OpSpec, call: Call) -> dict[str, int]:
+    """Check every operand of a call against the op's declaration.
+
+    Returns:
+        The sizes by symbol.
+
+    Raises:
+        TypeError: An operand that is no tensor.
+        ValueError: Every other mistake, all in one message that names op, argument, wanted and got.
+    """
+    import torch
+
+    faults: list[str] = []
+    sizes: dict[str, int] = {}
+    origin: dict[str, str] = {}
+    v_first = False
+    for option, value in zip(spec.options, call.options):
+        if option.label == "BT":
+            sizes["BT"] = int(value)
+            origin["BT"] = option.name
+        v_first |= option.name == "state_v_first" and value is True
+    for operand, tensor in zip(spec.operands, call.tensors):
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{spec.name}: {operand.name}: wanted a tensor, got {type(tensor).__name__}")
+    main = call.tensors[0]
+    if main is None:
+        raise ValueError(f"{spec.name}: {spec.operands[0].name}: wanted a tensor, got None")
+    for operand, tensor in zip(spec.operands, call.tensors):
+        if tensor is None:
+            if not operand.optional:
+                faults.append(f"{operand.name}: wanted [{operand.dims.replace(' ', ', ')}], got None")
+            continue
+        dims = operand.shape_symbols(v_first)
+        if len(dims) != tensor.dim():
+            faults.append(f"{operand.name}: wanted [{', '.join(dims)}], got {list(tensor.shape)}")
+            continue
+        for symbol, size in zip(dims, tensor.shape):
+            if symbol.isdigit():
+                if int(symbol) != size:
+                    faults.append(f"{operand.name}: wanted {symbol} in [{', '.join(dims)}], got {list(tensor.shape)}")
+            elif symbol in ("NT", "N"):
+                sizes.setdefault(symbol, size)
+            elif sizes.setdefault(symbol, size) != size:
+                faults.append(
+                    f"{operand.name}: wanted {symbol}={sizes[symbol]} as in {origin[symbol]}, "
+                    f"got {list(tensor.shape)} for [{', '.join(dims)}]"
+                )
+            origin.setdefault(symbol, operand.name)
+        if tensor.device != main.device:
+            faults.append(f"{operand.name}: wanted device {main.device} as {spec.operands[0].name}, got {tensor.device}")
+        if operand.must_match and not operand.time_axis and tensor.dtype != main.dtype:
+            faults.append(f"{operand.name}: wanted {dtype_name(main)} as {spec.operands[0].name}, got {dtype_name(tensor)}")
+        elif dtype_name(tensor) not in operand.dtypes:
+            faults.append(f"{operand.name}: wanted one of {', '.join(operand.dtypes)}, got {dtype_name(tensor)}")
+    if "HV" in sizes and sizes.get("H") and sizes["HV"] % sizes["H"]:
+        faults.append(f"HV: wanted a multiple of H={sizes['H']}, got {sizes['HV']}")
+    faults += [f"{name}: wanted at least 1, got 0" for name in SIZES if sizes.get(name, 1) == 0]
+    faults += check_packing(call, sizes, main)
+    if faults:
+        raise ValueError(f"{spec.name}: " + "; ".join(faults))
+    return sizes
+
+
+def check_packing(call: Call, sizes: Mapping[str, int], main: torch.Tensor) -> list[str]:
+    """What is wrong with the description of a packed batch, values aside (reading them would stop the device)."""
+    faults = []
+    for name, tensor, dims in (("cu_seqlens", call.cu_seqlens, 1), ("chunk_indices", call.chunk_indices, 2)):
+        if tensor is None:
+            continue
+        if dtype_name(tensor) not in ("int32", "int64"):
+            faults.append(f"{name}: wanted int32 or int64, got {dtype_name(tensor)}")
+        if tensor.dim() != dims or (dims == 1 and tensor.shape[0] < 2) or (dims == 2 and tensor.shape[1] != 2):
+            faults.append(f"{name}: wanted {'[N + 1]' if dims == 1 else '[NT, 2]'}, got {list(tensor.shape)}")
+        if tensor.device != main.device:
+            faults.append(f"{name}: wanted device {main.device}, got {tensor.device}")
+        if not tensor.is_contiguous():
+            faults.append(f"{name}: wanted a contiguous tensor, got strides {tensor.stride()}")
+    if call.cu_seqlens is not None and sizes.get("B", 1) != 1:
+        faults.append(f"cu_seqlens: wanted B=1 for a packed batch, got B={sizes['B']}")
+    return faults
+
+
+def common_reasons(spec: OpSpec, key: Key) -> list[str]:
+    """Why no kernel serves a key, for the reasons that all ops share."""
+    form = parse_form(key.form)
+    reasons = [
+        f"{name}={getattr(key, name)}, but the kernels take at most {WIDEST}"
+        for name in ("K", "V")
+        if getattr(key, name) > WIDEST
+    ]
+    if "BT" in form and form.integer("BT") not in CHUNK_SIZES:
+        reasons.append(f"chunk_size={form.integer('BT')}, but the kernels take {', '.join(map(str, CHUNK_SIZES))}")
+    return reasons

@@ -1,0 +1,369 @@
+"""The hot path: a call's signature -> a prepared launch.
+
+A hit is one lookup in a dictionary and the launch: no lock, no SQL, no environment read, no logging, no string. What
+a signature holds (shapes, strides, dtypes and devices of every operand, options) settles every check, so a call that
+hits needs none.
+
+A miss makes the key, asks the decisions of this process, then the cache, then follows `on_miss`. Decisions used once
+are frozen for the process. Entries stack: `enable` pushes a router, the newest wins, and without any the default
+candidates run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from layout_tuner.cache.store import open_store
+from layout_tuner.cache.interface import DecisionStore
+from layout_tuner.cache.records import DecisionRecord
+
+from . import device as devices
+from .config import Config
+from .decisions import key_record, outcome_record
+from .environment import Environment, environment
+from .errors import CacheError, LayoutTunerError, TuningError, UnsupportedProblemError
+from .experiment import Experiment
+from .keys import Key, bucketed
+from .measure import EventTimer, HostTimer, Timer
+from .prepare import Prepared
+from .registry import Call, Candidate, OpSpec, Outputs, Problem, Value
+from .tuner import Outcome, tune
+
+log = logging.getLogger(__name__)
+
+Policy = Literal["tune", "default", "error"]
+Signature = tuple[object, ...]
+
+MOST_SIGNATURES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A candidate for a key, and how it came about.
+
+    Attributes:
+        candidate: What to run.
+        source: `pinned`, `forced`, `measured`, `imported`, `predicted` or `default`.
+        frozen: Whether the process keeps it; a default taken because tuning was not possible just now is not kept.
+    """
+
+    candidate: Candidate
+    source: str
+    frozen: bool = True
+
+
+class Router:
+    """Decisions of one `enable`, or the default candidates where `tuning` is off.
+
+    Args:
+        config: Settings.
+        tuning: Whether decisions are looked up and made at all.
+        on_miss: Overrides the settings' policy.
+        timer: Takes the samples; None makes one for the device.
+    """
+
+    def __init__(
+        self, config: Config, *, tuning: bool = True, on_miss: Policy | None = None, timer: Timer | None = None
+    ) -> None:
+        self.config = config
+        self.tuning = tuning
+        self.on_miss = on_miss
+        self.timer = timer
+        self.prepared: dict[Signature, Prepared] = {}
+        self.choices: dict[tuple[Key, str], Choice] = {}
+        self._lock = threading.RLock()
+        self._store: DecisionStore | None = None
+        self._full: set[str] = set()
+
+    # -- one call ----------------------------------------------------------------------------------------------
+
+    def miss(self, spec: OpSpec, signature: Signature, call: Call) -> Outputs:
+        """Check a call, choose for it, prepare the choice, run it, and remember it where it may be remembered.
+
+        A stored candidate that fails at its first launch is put aside for this process and the default runs.
+
+        Raises:
+            TypeError, ValueError, UnsupportedProblemError: The call itself is wrong.
+        """
+        arguments = (call.tensors, call.scalars, call.cu_seqlens, call.chunk_indices)
+        key = spec.key(call)
+        device = present(call).device
+        require_running(spec, key, device)
+        problem = Problem(key=key, chip=devices.chip(device))
+        choice = self.choose(spec, key, device)
+        prepared = Prepared(spec, problem, choice.candidate, call)
+        default = spec.default(key, problem.chip)
+        try:
+            results = prepared(*arguments)
+        except Exception as error:  # any fault of a chosen candidate must leave the call as if it had not been chosen
+            if choice.candidate == default:
+                raise
+            log.warning("%s: %s failed (%s): running %s", key, choice.candidate.id, error, default.id)
+            choice = Choice(candidate=default, source="default")
+            self.choices[bucketed(key, self.config.keys.bucket), environment(device).id] = choice
+            prepared = Prepared(spec, problem, default, call)
+            results = prepared(*arguments)
+        if choice.frozen:
+            if len(self.prepared) >= MOST_SIGNATURES:
+                self.prepared.clear()
+            self.prepared[signature] = prepared
+        return results
+
+    # -- the choice for a key ----------------------------------------------------------------------------------
+
+    def choose(self, spec: OpSpec, key: Key, device: torch.device) -> Choice:
+        """What runs for a key: frozen before, stored, or as the policy for misses says."""
+        default = spec.default(key, devices.chip(device))
+        if not self.tuning or spec.nothing_to_choose(key):
+            return Choice(candidate=default, source="default")
+        key = bucketed(key, self.config.keys.bucket)
+        if len(spec.candidates(key)) == 1:
+            return Choice(candidate=default, source="default")
+        where = environment(device)
+        known = self.choices.get((key, where.id))
+        if known is not None:
+            return known
+        with self._lock:
+            known = self.choices.get((key, where.id))
+            if known is not None:
+                return known
+            choice = self.stored(spec, key, device) or self.missed(spec, key, device, default)
+            if choice.frozen:
+                self.choices[key, where.id] = choice
+            return choice
+
+    def stored(self, spec: OpSpec, key: Key, device: torch.device) -> Choice | None:
+        """The cache's choice for a key."""
+        found = self.stored_decision(spec, key, device)
+        if found is None:
+            return None
+        candidate = next(candidate for candidate in spec.candidates(key) if candidate.id == found.candidate)
+        return Choice(candidate=candidate, source=found.source)
+
+    def stored_decision(self, spec: OpSpec, key: Key, device: torch.device) -> DecisionRecord | None:
+        """The cache's decision for a key, where its candidate still exists as it was measured."""
+        try:
+            found = self.store.lookup(key_record(key), environment(device).id)
+        except (CacheError, OSError) as error:  # a cache never fails an op
+            log.warning("cache: %s", error)
+            return None
+        if found is None:
+            return None
+        alive = {(candidate.id, candidate.revision) for candidate in spec.candidates(key)}
+        return found if (found.candidate, found.revision) in alive else None
+
+    def missed(self, spec: OpSpec, key: Key, device: torch.device, default: Candidate) -> Choice:
+        """Tune, run the default, or raise, as the policy says."""
+        policy = self.policy(device)
+        if policy == "error":
+            raise TuningError(f"{key}: no decision in {self.store.name}, and on_miss is 'error'")
+        if policy == "default":
+            return Choice(candidate=default, source="default")
+        if devices.capturing(device):
+            log.warning("%s: a graph is being captured: running %s untuned", key, default.id)
+            return Choice(candidate=default, source="default", frozen=False)
+        if self.too_many(spec):
+            return Choice(candidate=default, source="default")
+        try:
+            outcome = self.tune(spec, key, device)
+        except LayoutTunerError as error:
+            log.warning("%s: not tuned: %s", key, error)
+            return Choice(candidate=default, source="default")
+        winner = next(candidate for candidate in spec.candidates(key) if candidate.id == outcome.winner)
+        return Choice(candidate=winner, source="measured")
+
+    def too_many(self, spec: OpSpec) -> bool:
+        """Whether an op has as many keys as may be tuned; said once."""
+        held = sum(1 for key, _ in self.choices if key.op == spec.name)
+        if held < self.config.keys.max_keys:
+            return False
+        if spec.name not in self._full:
+            self._full.add(spec.name)
+            log.warning(
+                "%s: %d keys are held ([keys] max_keys): further ones run the default untuned", spec.name, held
+            )
+        return True
+
+    def policy(self, device: torch.device) -> Policy:
+        """What a miss leads to: tuning on an accelerator with one process, the default elsewhere; settings win."""
+        if self.on_miss is not None:
+            return self.on_miss
+        if self.config.tuning.on_miss != "auto":
+            return self.config.tuning.on_miss
+        return "default" if device.type == "cpu" or devices.multi_process() else "tune"
+
+    # -- tuning ------------------------------------------------------------------------------------------------
+
+    def tune(self, spec: OpSpec, key: Key, device: torch.device) -> Outcome:
+        """Tune a key on synthetic arguments, publish the outcome at once, and freeze it for this process.
+
+        Args:
+            spec: The op.
+            key: The key, T as it is tuned.
+            device: Where.
+
+        Raises:
+            TuningError: No candidate is right.
+            UnsupportedProblemError: Nothing runs the key on this device.
+        """
+        require_running(spec, key, device)
+        where = environment(device)
+        experiment = Experiment(spec, key, device)
+        default = spec.default(key, experiment.problem.chip)
+        measure = self.config.measure
+        if where.interpreted:  # its times mean nothing, so few do
+            measure = measure.model_copy(update={"warmup_rounds": 1, "min_rounds": 5, "max_rounds": 5})
+        with torch.no_grad(), self._lock:
+            timer = self.timer or make_timer(device, self.config)
+            outcome = tune(experiment.trials(), default.id, timer, measure, self.config.tuning)
+        winner = next(candidate for candidate in spec.candidates(key) if candidate.id == outcome.winner)
+        self.choices[key, where.id] = Choice(candidate=winner, source="measured")
+        try:
+            self.store.publish(*outcome_record(key, where, outcome, winner))
+        except (CacheError, OSError) as error:
+            log.warning("cache: %s: the decision is kept in memory only", error)
+        log.info("%s: %s", key, describe(outcome))
+        return outcome
+
+    @property
+    def store(self) -> DecisionStore:
+        """Where decisions are kept; opened when first asked for."""
+        with self._lock:
+            if self._store is None:
+                self._store = open_store(self.config.cache.path or None)
+            return self._store
+
+    def close(self) -> None:
+        """Give back files and connections."""
+        if self._store is not None:
+            self._store.close()
+
+
+def require_running(spec: OpSpec, key: Key, device: torch.device) -> None:
+    """Raise where Triton cannot run the kernels on a device, saying what to do.
+
+    Raises:
+        UnsupportedProblemError: CPU tensors outside the interpreter, or an interpreter that multiplies bfloat16
+            wrongly.
+    """
+    if device.type == "cpu" and not devices.interpreting():
+        raise UnsupportedProblemError(
+            spec.name,
+            ["tensors on a CPU run in Triton's interpreter only: set TRITON_INTERPRET=1 before Triton is imported"],
+        )
+    if devices.interpreting():
+        devices.widen_interpreter_dot()
+        if key.dtype == "bfloat16" and not devices.interpreter_dot_is_right():
+            name, version = devices.triton_distribution()
+            raise UnsupportedProblemError(
+                spec.name, [f"the interpreter of {name} {version} multiplies bfloat16 wrongly: use fp16 or fp32"]
+            )
+
+
+def make_timer(device: torch.device, config: Config) -> Timer:
+    """Device events on an accelerator, the host's clock under the interpreter on a CPU."""
+    return HostTimer() if device.type == "cpu" else EventTimer(device, config.measure.l2)
+
+
+def describe(outcome: Outcome) -> str:
+    """One line for people: the winner and by how much."""
+    if outcome.gain is None:
+        return f"{outcome.winner} stays: nothing is faster beyond the noise"
+    low, high = 100 * outcome.gain.low, 100 * outcome.gain.high
+    return f"{outcome.winner} saves {100 * outcome.gain.median:.1f} % [{low:.1f}, {high:.1f}] of {outcome.default}"
+
+
+def present(call: Call) -> torch.Tensor:
+    """The call's main tensor."""
+    main = call.tensors[0]
+    if not isinstance(main, torch.Tensor):
+        raise TypeError(f"wanted a tensor as first argument, got {type(main).__name__}")
+    return main
+
+
+# -- the stack of `enable` entries -----------------------------------------------------------------------------
+
+_DEFAULT = Router(Config(), tuning=False)
+_current: Router = _DEFAULT
+_entries: dict[int, Router] = {}
+_tickets = itertools.count()
+_stack_lock = threading.Lock()
+
+
+def push(router: Router) -> int:
+    """Make a router the newest entry; the answer removes it again."""
+    global _current
+    with _stack_lock:
+        ticket = next(_tickets)
+        _entries[ticket] = router
+        _current = router
+    return ticket
+
+
+def remove(ticket: int) -> None:
+    """Remove an entry, wherever in the stack it is; without effect once it is gone."""
+    global _current
+    with _stack_lock:
+        _entries.pop(ticket, None)
+        _current = next(reversed(_entries.values()), _DEFAULT)
+
+
+def clear() -> None:
+    """Remove every entry."""
+    global _current
+    with _stack_lock:
+        _entries.clear()
+        _current = _DEFAULT
+
+
+def active() -> bool:
+    """Whether there is any entry."""
+    return bool(_entries)
+
+
+def current() -> Router:
+    """The newest entry, else the router of default candidates."""
+    return _current
+
+
+def call(
+    spec: OpSpec,
+    tensors: tuple[torch.Tensor | None, ...],
+    options: tuple[Value, ...],
+    scalars: tuple[float | None, ...],
+    cu_seqlens: torch.Tensor | None = None,
+    chunk_indices: torch.Tensor | None = None,
+) -> Outputs:
+    """Run an op: its prepared launch for this signature, or the way there."""
+    router = _current
+    signature = (
+        spec.name,
+        options,
+        None if cu_seqlens is None else (cu_seqlens.shape, cu_seqlens.dtype, cu_seqlens.device),
+        None if chunk_indices is None else (chunk_indices.shape, chunk_indices.dtype, chunk_indices.device),
+        *[facts(tensor) for tensor in tensors],
+    )
+    prepared = router.prepared.get(signature)
+    if prepared is not None:
+        return prepared(tensors, scalars, cu_seqlens, chunk_indices)
+    arguments = Call(
+        tensors=tensors, options=options, scalars=scalars, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices
+    )
+    return router.miss(spec, signature, arguments)
+
+
+def facts(tensor: torch.Tensor | None) -> object:
+    """All of an operand that a check or a choice depends on; a thing that is no tensor never hits."""
+    if tensor is None:
+        return None
+    try:
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    except AttributeError:
+        return object()
+

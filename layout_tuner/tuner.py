@@ -1,0 +1,269 @@
+"""The miss path: candidates -> correct? -> time -> decide.
+
+It sees callables and knows no op: what a candidate is, how its results are checked and where the outcome is stored
+come from outside. A candidate that fails is a value with a reason, never an exception.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+
+from .config import Measure, Tuning
+from .errors import TuningError
+from .measure import Interval, Run, Timer, time_rounds
+
+log = logging.getLogger(__name__)
+
+State = Literal["ok", "wrong", "failed", "skipped"]
+Failure = Literal["", "compile", "overflow", "memory", "timeout", "wrong", "device"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """How a candidate's results compare with the oracle.
+
+    Attributes:
+        error: Largest relative error of any output.
+        limit: What is allowed for that output.
+        output: The output it was seen in.
+    """
+
+    error: float
+    limit: float
+    output: str
+
+    @property
+    def right(self) -> bool:
+        """Whether every output is within its tolerance."""
+        return self.error <= self.limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runs:
+    """A candidate made ready on arguments of its own.
+
+    Attributes:
+        end_to_end: The whole op, every relayout included.
+        kernel: The kernels alone, on operands already in the plan's layouts; None where that is the same.
+        relayout: The copies alone; None where there are none.
+        check: Runs it into poisoned outputs and compares them with the oracle.
+    """
+
+    end_to_end: Run
+    kernel: Run | None
+    relayout: Run | None
+    check: Callable[[], Check]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A candidate as the tuner sees it.
+
+    Attributes:
+        id: Its text id.
+        revision: Its revision.
+        prepare: Compiles it and makes its arguments; may raise.
+    """
+
+    id: str
+    revision: str
+    prepare: Callable[[], Runs]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What was found of one candidate. Times are medians in microseconds, None where not taken.
+
+    Attributes:
+        id, revision: Which candidate.
+        state: `ok`, `wrong` (its results are off), `failed` (it raised) or `skipped` (the budget was spent).
+        failure: Class of the failure, which says how long it is believed.
+        reason: Why it is not `ok`.
+        error: Largest relative error against the oracle.
+        end_to_end_us, kernel_us, relayout_us: The whole op; its kernels alone; its copies alone.
+        gain: Fraction of the default's time that it saves, with its 95 % interval; None for the default itself.
+        samples: End-to-end samples.
+    """
+
+    id: str
+    revision: str
+    state: State
+    failure: Failure = ""
+    reason: str = ""
+    error: float | None = None
+    end_to_end_us: float | None = None
+    kernel_us: float | None = None
+    relayout_us: float | None = None
+    gain: Interval | None = None
+    samples: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What tuning a key came to.
+
+    Attributes:
+        winner: Id of the candidate to use.
+        default: Id of the default.
+        measurements: One for each candidate, in the order they were given.
+        rounds: Kept rounds; `discarded` ones had an unusable sample.
+        discarded: See `rounds`.
+        stopped: Why timing ended: `narrow`, `rounds` or `budget`; empty where nothing was timed.
+        seconds: Wall-clock time of compiling, checking and timing.
+    """
+
+    winner: str
+    default: str
+    measurements: tuple[Measurement, ...]
+    rounds: int = 0
+    discarded: int = 0
+    stopped: str = ""
+    seconds: float = 0.0
+    gain: Interval | None = field(default=None)
+
+    def measurement(self, candidate: str) -> Measurement:
+        """What was found of a candidate, by id."""
+        return next(found for found in self.measurements if found.id == candidate)
+
+
+def tune(
+    trials: Sequence[Trial],
+    default: str,
+    timer: Timer,
+    measure: Measure,
+    tuning: Tuning,
+    clock: Callable[[], float] = time.monotonic,
+) -> Outcome:
+    """Check, time and choose.
+
+    The default stays unless another candidate is faster by more than `tuning.min_gain` and its gain's interval
+    excludes that nothing is gained; among those the larger gain wins, ties go to the smaller id, so that repeated runs
+    and different ranks agree.
+
+    Args:
+        trials: The candidates.
+        default: Id of the one that runs where nothing was measured.
+        timer: Takes the samples.
+        measure, tuning: Settings.
+        clock: Seconds, for the budget.
+
+    Raises:
+        TuningError: Not one candidate is right.
+    """
+    start = clock()
+    deadline = start + tuning.budget_s
+    found: dict[str, Measurement] = {}
+    runs: dict[str, Runs] = {}
+    for trial in sorted(trials, key=lambda trial: trial.id != default):  # the default first: it must have its turn
+        if clock() > deadline and runs:
+            reason = f"the budget of {tuning.budget_s:g} s was spent before its turn"
+            found[trial.id] = Measurement(
+                id=trial.id, revision=trial.revision, state="skipped", failure="timeout", reason=reason
+            )
+            continue
+        measurement, ready = examine(trial)
+        found[trial.id] = measurement
+        if ready is not None:
+            runs[trial.id] = ready
+    if not runs:
+        reasons = "; ".join(f"{m.id}: {m.state}: {m.reason}" for m in found.values())
+        raise TuningError(f"no candidate is right: {reasons}")
+    baseline = default if default in runs else min(runs)
+    timed: dict[str, Run] = {}
+    for name, ready in runs.items():
+        timed[name] = ready.end_to_end
+        if ready.kernel is not None:
+            timed[f"{name} kernel"] = ready.kernel
+        if ready.relayout is not None:
+            timed[f"{name} relayout"] = ready.relayout
+    rounds = time_rounds(
+        timed,
+        baseline,
+        timer,
+        warmup_rounds=measure.warmup_rounds,
+        min_rounds=measure.min_rounds,
+        max_rounds=measure.max_rounds,
+        interval=measure.interval,
+        deadline=deadline,
+        clock=clock,
+    )
+    kept = len(rounds.samples[baseline])
+    if kept:
+        for name in runs:
+            found[name] = replace(
+                found[name],
+                end_to_end_us=rounds.median(name),
+                kernel_us=rounds.median(f"{name} kernel" if runs[name].kernel else name),
+                relayout_us=rounds.median(f"{name} relayout") if runs[name].relayout else 0.0,
+                gain=rounds.gain(name, baseline) if name != baseline else None,
+                samples=tuple(rounds.samples[name]),
+            )
+    winner = choose(tuple(found[name] for name in runs), baseline, tuning.min_gain)
+    return Outcome(
+        winner=winner,
+        default=default,
+        measurements=tuple(found[trial.id] for trial in trials),
+        rounds=kept,
+        discarded=rounds.discarded,
+        stopped=rounds.stopped,
+        seconds=clock() - start,
+        gain=found[winner].gain,
+    )
+
+
+def examine(trial: Trial) -> tuple[Measurement, Runs | None]:
+    """Compile a candidate and compare its results with the oracle, before it is ever timed."""
+    described = Measurement(id=trial.id, revision=trial.revision, state="failed")
+    try:
+        ready = trial.prepare()
+        check = ready.check()
+    except Exception as error:  # whatever a compiler or a driver throws belongs to this candidate alone
+        failure = classify(error)
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        log.warning("candidate %s failed: %s", trial.id, reason)
+        return replace(described, failure=failure, reason=reason), None
+    if not check.right:
+        reason = f"{check.output}: error {check.error:.3g} over {check.limit:.3g}"
+        log.warning("candidate %s is wrong: %s", trial.id, reason)
+        return replace(described, state="wrong", failure="wrong", reason=reason, error=check.error), None
+    return replace(described, state="ok", error=check.error), ready
+
+
+def choose(measurements: Sequence[Measurement], baseline: str, min_gain: float) -> str:
+    """The candidate to use: the baseline unless one is faster beyond the margin and the noise."""
+    better = [
+        found
+        for found in measurements
+        if found.gain is not None and found.gain.median > min_gain and found.gain.low > 0.0
+    ]
+    if not better:
+        return baseline
+    best = max(found.gain.median for found in better if found.gain)
+    # Within the margin of the best, the id decides, so that noise does not.
+    close = [found.id for found in better if found.gain and found.gain.median >= best - min_gain]
+    return min(close)
+
+
+def classify(error: Exception) -> Failure:
+    """The class of a failure: what went wrong says for how long it is worth remembering."""
+    text = f"{type(error).__name__} {error}".lower()
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return "memory"
+    if "overflow" in text or "out of resource" in text or "outofresources" in text:
+        return "overflow"
+    if isinstance(error, TimeoutError):
+        return "timeout"
+    if "compil" in text:
+        return "compile"
+    return "device"
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text that says something."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")

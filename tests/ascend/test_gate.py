@@ -1,0 +1,70 @@
+"""The gate: every op x candidate x form x width x dtype, dense and packed, on Ascend's compiler and natively."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from layout_tuner import numerics, ops, registry
+from layout_tuner.ascend import gate
+from layout_tuner.ascend.candidates import Case, cases_of, compile_candidates
+from layout_tuner.ascend.compiler import Compiler
+from layout_tuner.ascend.execution import NativeRunner
+from layout_tuner.experiment import Experiment
+from layout_tuner.keys import Key
+
+pytestmark = pytest.mark.ascend
+
+assert ops, "importing the ops registers them"
+OPS = registry.names()
+
+
+def check(cases: list[Case], compiler: Compiler) -> None:
+    rows = gate.rows(cases, compile_candidates(cases, compiler))
+    wrong = [f"{row.report.candidate} {row.case.key}: {text}" for row in rows for text in row.complaints]
+    assert not wrong, "\n".join([f"{len(wrong)} complaints:", *wrong])
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_candidate_compiles_within_its_means(op: str, compiler: Compiler) -> None:
+    check(gate.cases(registry.lookup(op)), compiler)
+
+
+@pytest.mark.parametrize("target", gate.OTHER_TARGETS)
+@pytest.mark.parametrize("op", OPS)
+def test_other_targets(op: str, target: str, compiler_for: Callable[[str], Compiler]) -> None:
+    check(gate.cases(registry.lookup(op), target), compiler_for(target))
+
+
+def execution_keys(op: str) -> list[Key]:
+    """Widths for arithmetic, one long sequence, every form there is."""
+    spec = registry.lookup(op)
+    first = next(iter(spec.forms.values()))
+    found = list(gate.keys(spec, ((64, 64), (192, 128)), T=200))
+    found += [gate.key(spec, 64, 64, "bfloat16", packed, first) for packed in (False, True)]
+    found += [gate.key(spec, 48, 80, "float32", False, form, T=100) for form in spec.more_forms]
+    found += [gate.key(spec, 256, 256, "bfloat16", False, first, T=128)]
+    return [key for key in dict.fromkeys(found) if not gate.refused(spec, key)]
+
+
+@pytest.mark.parametrize(
+    "key", [key for op in OPS for key in execution_keys(op)], ids=lambda key: str(key).replace(" ", "-")
+)
+def test_every_candidate_computes_what_the_oracle_does(key: Key, runner: NativeRunner) -> None:
+    spec = registry.lookup(key.op)
+    experiment = Experiment(spec, key, torch.device("cpu"))
+    by_variant: dict[str, tuple[torch.Tensor | None, ...]] = {}
+    for case in cases_of(spec, key):
+        got = runner.run(case, experiment.call)
+        for output, ours, theirs in zip(spec.outputs, got, experiment.wanted, strict=True):
+            assert (ours is None) == (theirs is None), output.name
+            if ours is None or theirs is None:
+                continue
+            error = numerics.error(ours, theirs, experiment.term_rms.get(output.name, 0.0))
+            limit = numerics.tolerance(key.dtype, interpreted=False, own=spec.tolerances.get(output.name))
+            assert error <= limit, f"{case.candidate.id} {output.name}: {error:.2e} > {limit:.2e}"
+        # A layout changes addresses, never arithmetic.
+        same = by_variant.setdefault(case.candidate.variant, got)
+        for output, ours, theirs in zip(spec.outputs, got, same, strict=True):
+            if ours is not None and theirs is not None:
+                assert torch.equal(ours, theirs), f"{case.candidate.id} {output.name} differs between layouts"

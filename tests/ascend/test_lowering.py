@@ -1,0 +1,186 @@
+"""Launches as requests; targets; finding the toolchain; the pool of workers."""
+
+import inspect
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from layout_tuner.ascend import compiler as compiler_module
+from layout_tuner.ascend.compiler import Answer, Compiler, Request
+from layout_tuner.ascend.lowering import Launch, Pointer, parameters
+from layout_tuner.ascend.targets import TARGETS, target_named
+from layout_tuner.ascend.toolchain import Toolchain, find_native_tools, find_toolchain
+from layout_tuner.errors import ConfigError
+
+B3 = target_named("Ascend910B3")
+
+
+def scale_rows(sample: ModuleType, **changes: object) -> Launch:
+    arguments = {"x": Pointer(dtype="fp32"), "y": Pointer(dtype="fp32"), "factor": 2.0, "TASKS": 48, **changes}
+    return Launch(
+        kernel=sample.scale_rows,
+        grid=20,
+        arguments=arguments,  # type: ignore[arg-type]
+        constexprs={"N": 64, "STRIDE": 8},
+    )
+
+
+def test_a_launch_becomes_a_request(sample: ModuleType) -> None:
+    launch = scale_rows(sample, y=Pointer(dtype="bf16", aligned=False))
+    request = launch.request(stage="linalg")
+    assert request.kernel == "scale_rows"
+    assert request.signature == {"x": "*fp32", "y": "*bf16", "factor": "fp32", "TASKS": "i32"}
+    assert list(request.signature) == ["x", "y", "factor", "TASKS"]
+    assert request.constexprs == {"N": 64, "STRIDE": 8}
+    # `TASKS` is declared do_not_specialize: its value must not be compiled in.
+    assert (request.divisible_by_16, request.equal_to_1) == (["x"], [])
+    assert request.path == (str(Path(inspect.getfile(sample.scale_rows.fn)).parent),)
+    assert request.stage == "linalg"
+
+
+def test_integers_are_specialised_as_triton_does(sample: ModuleType) -> None:
+    kernel = sample.wide_integers
+    values = {"x": Pointer(dtype="fp32"), "y": None}
+
+    def request(n: int) -> Request:
+        return Launch(kernel=kernel, grid=1, arguments={**values, "n": n}, constexprs={"N": 64}).request()
+
+    assert request(1).equal_to_1 == ["n"]
+    assert request(1).arguments == ["x"]
+    assert request(32).divisible_by_16 == ["x", "n"]
+    assert request(33).divisible_by_16 == ["x"]
+    assert request(1 << 40).signature["n"] == "i64"
+    assert request(33).signature["y"] is None
+
+
+def test_interpreted_kernels_have_parameters_too(sample: ModuleType) -> None:
+    function = getattr(sample.scale_rows, "fn", sample.scale_rows)
+    interpreted = SimpleNamespace(fn=function, kwargs={"do_not_specialize": ["TASKS"]})
+    assert parameters(interpreted) == parameters(sample.scale_rows)
+
+
+def test_tasks_are_found_by_name() -> None:
+    def launch(**arguments: int) -> Launch:
+        return Launch(kernel=None, grid=7, arguments=arguments, constexprs={})
+
+    assert launch(TASKS=30).tasks == 30
+    assert launch(n_tasks=31).tasks == 31
+    assert launch(other=32).tasks == 7
+
+
+def test_targets() -> None:
+    assert (B3.cube_cores, B3.vector_cores, B3.ub_bytes) == (20, 40, 192 * 1024)
+    assert target_named("Ascend910_9391").generation == "A3"
+    assert target_named("Ascend950PR_9589").ub_bytes == 248 * 1024
+    assert len(TARGETS) == 59
+    with pytest.raises(ConfigError, match="unknown Ascend target 'Ascend910'; known targets: Ascend910B1, "):
+        target_named("Ascend910")
+
+
+def test_a_missing_toolchain_names_the_command(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no Ascend toolchain: .*does not run.*`make ascend` installs it"):
+        find_toolchain(tmp_path / "python")
+    with pytest.raises(ConfigError, match=r"has no triton-ascend and no ascendnpu-ir.*`make ascend`"):
+        find_toolchain(sys.executable)
+
+
+def test_missing_native_tools_name_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    find_native_tools.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match="apt-get install mlir-19-tools llvm-19 clang-19"):
+            find_native_tools()
+    finally:
+        find_native_tools.cache_clear()
+
+
+# --- The pool, with a worker that answers what a request's kernel tells it to. ---
+
+WORKER = """
+import json, os, sys, time
+for line in sys.stdin:
+    request = json.loads(line)
+    what = request["kernel"]
+    if what == "die":
+        sys.stderr.write("something broke\\n")
+        os._exit(3)
+    if what == "hang":
+        time.sleep(600)
+    print(json.dumps({"stage": "compiler", "exit_status": 0, "stderr": what, "hivm": str(os.getpid())}), flush=True)
+"""
+
+
+@pytest.fixture
+def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKER)
+    monkeypatch.setattr(compiler_module, "_WORKER", worker)
+    monkeypatch.setattr(compiler_module, "_FRONT_END_TIMEOUT_S", 1.0)
+    toolchain = Toolchain(
+        python=Path(sys.executable),
+        triton_ascend="0",
+        ascendnpu_ir="0",
+        folder=tmp_path,
+        compilers=("compiler 0", "compiler 0 a5"),
+    )
+    return Compiler(toolchain, B3, processes=2)
+
+
+def request(kernel: str) -> Request:
+    return Request(module="m", kernel=kernel, signature={}, constexprs={}, timeout_s=0.0)
+
+
+def test_answers_keep_the_order_of_requests(pool: Compiler) -> None:
+    seen: list[tuple[int, int]] = []
+    with pool:
+        answers = pool.lower_all([request(f"k{i % 5}") for i in range(10)], lambda *done: seen.append(done))
+    assert [answer.stderr for answer in answers] == [f"k{i % 5}" for i in range(10)]
+    assert len({answer.hivm for answer in answers}) <= 2
+    assert seen[-1] == (10, 10)
+
+
+def test_a_dead_worker_is_an_answer_and_is_replaced(pool: Compiler) -> None:
+    with pool:
+        answers = pool.lower_all([request("a"), request("die"), request("b"), request("c")])
+    assert [answer.ok for answer in answers] == [True, False, True, True]
+    assert (answers[1].stage, answers[1].exit_status) == ("worker", 3)
+    assert answers[1].error == "something broke"
+
+
+def test_a_hung_worker_is_ended(pool: Compiler) -> None:
+    start = time.monotonic()
+    with pool:
+        answers = pool.lower_all([request("hang"), request("a")])
+        assert pool.lower(request("b")).ok
+    assert time.monotonic() - start < 60
+    assert (answers[0].ok, answers[0].timed_out, answers[1].ok) == (False, True, True)
+    assert "did not end in time" in answers[0].error
+    assert threading.active_count() == 1
+
+
+def test_what_an_answer_says() -> None:
+    stderr = """[NOTE] Ub overflow detected; retrying compilation.
+loc("/some/where/k.py":11:0): error: Failed to run the pipeline
+loc("/some/where/k.py":11:4): error: ub overflow, requires 1908736 bits while 1572864 bits available! (possible reason)
+[ERROR] Failed
+"""
+    answer = Answer(stage="compiler", exit_status=1, stderr=stderr)
+    assert answer.error.startswith('loc("/some/where/k.py":11:4): error: ub overflow')
+    assert answer.error_source == "k.py:11"
+    assert answer.overflow == ("ub", 238592, 196608)
+    assert answer.notes == ["[NOTE] Ub overflow detected; retrying compilation."]
+    crashed = Answer(stage="compiler", exit_status=-11, stderr="")
+    assert crashed.error == "the compiler crashed (exit status -11)"
+    assert Answer(stage="compiler", exit_status=0, stderr="[NOTE] x").error == ""
+
+
+def test_requests_are_plain_data(pool: Compiler) -> None:
+    message = json.loads(pool._text(request("k")))
+    assert message["target"] == "Ascend910B3"
+    assert message["compiler"].endswith("/bishengir-compile")
+    assert "num_warps" not in str(message)

@@ -1,0 +1,1 @@
+"""A simulated `npu` device for tests: `npu_sim.sim` installs and steers it."""

@@ -1,0 +1,71 @@
+"""The matrix that tests of every op are generated from.
+
+Most faults vanish at B = 1, HV = 1 or T a multiple of the chunk, so none of these has that: B = 2, HV = 2 H, K and V
+different and no powers of two, T past one chunk. Packed batches have sequences of unequal length, an empty one, and
+tokens before the first and after the last sequence.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from layout_tuner import inputs
+from layout_tuner.experiment import Experiment
+from layout_tuner.keys import Key, parse_form
+from layout_tuner.registry import DTYPES, OpSpec
+
+SIZES = {"B": 2, "T": 75, "H": 2, "HV": 4, "K": 24, "V": 40}
+CU_SEQLENS = (3, 3, 20, 20, 72, 75)  # first token 3, two empty sequences
+T_PACKED = 80
+
+
+def key_for(spec: OpSpec, form: str, dtype: str = "float32", varlen: bool = False, **sizes: int) -> Key:
+    """A key of the matrix, with the sizes that the op has."""
+    wanted = SIZES | ({"B": 1, "T": T_PACKED} if varlen else {}) | sizes
+    return Key(
+        op=spec.name,
+        **{name: size if name in spec.sizes else 0 for name, size in wanted.items()},
+        varlen=varlen,
+        dtype=dtype,
+        form=form,
+    )
+
+
+def experiment_for(
+    spec: OpSpec, key: Key, device: torch.device, cu_seqlens: tuple[int, ...] = CU_SEQLENS, seed: int = 0
+) -> Experiment:
+    """A key's candidates on arguments whose memory ends in NaN, so that an overrun shows."""
+    starts = torch.tensor(cu_seqlens, dtype=torch.int32) if key.varlen else None
+    call = inputs.synthesize(spec, key, device, seed, starts)
+    tensors = tuple(None if tensor is None else inputs.poisoned(tensor) for tensor in call.tensors)
+    return Experiment(spec, key, device, replace(call, tensors=tensors))
+
+
+def faults(experiment: Experiment) -> list[str]:
+    """What is wrong with any candidate: an error over its tolerance, or layouts of one variant that differ in a bit."""
+    found = []
+    first: dict[str, tuple[torch.Tensor | None, ...]] = {}
+    for candidate in experiment.spec.candidates(experiment.key):
+        runs = experiment.prepare(candidate)
+        check = runs.check()
+        if not check.right:
+            found.append(f"{experiment.key}: {candidate.id}: {check}")
+        results = runs.end_to_end()
+        assert isinstance(results, tuple)
+        others = first.setdefault(candidate.variant, results)
+        for output, mine, other in zip(experiment.spec.outputs, results, others):
+            if mine is not None and not torch.equal(mine, other):
+                found.append(f"{experiment.key}: {candidate.id}: {output.name} differs from its other layout")
+    return found
+
+
+def matrix(spec: OpSpec) -> list[tuple[str, str, bool]]:
+    """Form, dtype and packing: every form in fp32, the standard forms in every dtype."""
+    standard = {str(parse_form(form)) for form in spec.forms.values()}
+    packings = (False, True) if "T" in spec.sizes else (False,)
+    return [
+        (form, dtype, varlen)
+        for form in spec.every_form
+        for dtype in (DTYPES if form in standard else ("float32",))
+        for varlen in packings
+    ]

@@ -1,0 +1,51 @@
+"""Every registered op, candidate and case against its oracle; generated from the registry."""
+
+import pytest
+import torch
+from cases import SIZES, experiment_for, faults, key_for, matrix
+
+import layout_tuner.ops  # noqa: F401  registers every op
+from layout_tuner import registry
+from layout_tuner.keys import parse_form
+from layout_tuner.registry import OpSpec
+
+SPECS = [registry.lookup(name) for name in registry.names()]
+CASES = [
+    pytest.param(spec, *case, id=f"{spec.name}-{case[0]}-{case[1]}-{'packed' if case[2] else 'dense'}")
+    for spec in SPECS
+    for case in matrix(spec)
+]
+STANDARD = [pytest.param(spec, str(parse_form(form)), id=spec.name) for spec in SPECS for form in spec.forms.values()]
+
+
+@pytest.mark.parametrize(("spec", "form", "dtype", "varlen"), CASES)
+def test_every_candidate_is_right_and_layouts_agree_bit_for_bit(
+    spec: OpSpec, form: str, dtype: str, varlen: bool, device: torch.device
+) -> None:
+    key = key_for(spec, form, dtype, varlen)
+    assert not faults(experiment_for(spec, key, device))
+
+
+@pytest.mark.parametrize(("spec", "form"), STANDARD)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({"T": SIZES["HV"]}, id="T=HV"),
+        pytest.param({"T": 1}, id="T=1"),
+        pytest.param({"H": 1, "HV": 1}, id="HV=1"),
+        pytest.param({"B": 1, "T": 64, "K": 16, "V": 16}, id="T=64"),
+        pytest.param({"B": 1, "T": 65, "H": 1, "HV": 2, "K": 130, "V": 200}, id="wide"),
+        pytest.param({"B": 1, "T": 20, "H": 1, "HV": 2, "K": 256, "V": 256}, id="widest"),
+        pytest.param({"K": 5, "V": 3}, id="narrow"),
+    ],
+)
+def test_sizes_at_the_edges(spec: OpSpec, form: str, sizes: dict[str, int], device: torch.device) -> None:
+    assert not faults(experiment_for(spec, key_for(spec, form, **sizes), device))
+
+
+@pytest.mark.parametrize(("spec", "form"), STANDARD)
+@pytest.mark.parametrize("cu_seqlens", [(0, 80), (0, 1, 2, 80), (0, 64, 80), (80, 80), (0, 0, 0)], ids=str)
+def test_packed_lengths(spec: OpSpec, form: str, cu_seqlens: tuple[int, ...], device: torch.device) -> None:
+    if "T" not in spec.sizes:
+        pytest.skip("has no time axis")
+    assert not faults(experiment_for(spec, key_for(spec, form, varlen=True), device, cu_seqlens))
