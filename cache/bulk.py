@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from sqlalchemy import Connection, Table, delete, func, insert, select, tuple_
+from sqlalchemy import Column, Connection, MetaData, Table, and_, delete, func, insert, select
+from sqlalchemy.schema import CreateTable
 
 from .evidence import newer
 from .queries import DECISION_SLOT, DECISIONS, MEASUREMENTS, records_of, slot_values
@@ -13,8 +14,16 @@ from .records import DecisionRecord, time_text
 from .rows import decision_row, measurement_row
 
 BATCH = 1000
-_LOOKED_UP = 250
-"""Slots looked up by one statement; with its columns that stays below the number of parameters that SQLite takes."""
+
+_WANTED = Table(
+    "wanted_slots",
+    MetaData(),
+    *(Column(name, DECISIONS.c[name].type) for name in DECISION_SLOT),
+    prefixes=["TEMPORARY"],
+)
+_FOUND = select(*(DECISIONS.c[name] for name in DECISION_SLOT), DECISIONS.c.id, DECISIONS.c.created_at).join_from(
+    _WANTED, DECISIONS, and_(*(DECISIONS.c[name] == _WANTED.c[name] for name in DECISION_SLOT))
+)
 
 
 @dataclass(kw_only=True)
@@ -56,8 +65,12 @@ def put_decisions(connection: Connection, records: Sequence[DecisionRecord]) -> 
         slot = slot_values(record)
         wanted[slot] = newer(wanted[slot], record) if slot in wanted else record
     stored = _stored(connection, list(wanted))
-    for slot, (row_id, created_at) in stored.items():
-        if not _supersedes(connection, wanted[slot], row_id, created_at):
+    moments = {slot: time_text(wanted[slot].created_at) for slot in stored}
+    equals = _equals(connection, [row_id for slot, (row_id, moment) in stored.items() if moment == moments[slot]])
+    for slot, (row_id, moment) in stored.items():
+        known = equals.get(row_id)
+        kept = moment > moments[slot] or (known is not None and newer(known, wanted[slot]) == known)
+        if kept:
             del wanted[slot]
             tally.kept += 1
     obsolete = [stored[slot][0] for slot in wanted if slot in stored]
@@ -71,26 +84,29 @@ def put_decisions(connection: Connection, records: Sequence[DecisionRecord]) -> 
     return tally
 
 
-def _stored(connection: Connection, slots: list[tuple[Any, ...]]) -> dict[tuple[Any, ...], tuple[int, str]]:
+def _stored(connection: Connection, slots: Sequence[tuple[Any, ...]]) -> dict[tuple[Any, ...], tuple[int, str]]:
     """Id and moment of the decisions that are stored in some of the slots."""
-    columns = [DECISIONS.c[name] for name in DECISION_SLOT]
-    found: dict[tuple[Any, ...], tuple[int, str]] = {}
     if connection.execute(select(DECISIONS.c.id).limit(1)).first() is None:
-        return found
-    for start in range(0, len(slots), _LOOKED_UP):
-        some = tuple_(*columns).in_(slots[start : start + _LOOKED_UP])
-        for row in connection.execute(select(*columns, DECISIONS.c.id, DECISIONS.c.created_at).where(some)):
-            found[tuple(row[:-2])] = (row[-2], row[-1])
+        return {}
+    # A join with a table of their own finds them through the index; SQLite scans the table for a list of row values.
+    connection.execute(CreateTable(_WANTED, if_not_exists=True))
+    connection.execute(delete(_WANTED))
+    connection.execute(insert(_WANTED), [dict(zip(DECISION_SLOT, slot, strict=True)) for slot in slots])
+    return {tuple(row[:-2]): (row[-2], row[-1]) for row in connection.execute(_FOUND)}
+
+
+def _equals(connection: Connection, ids: Sequence[int]) -> dict[int, DecisionRecord]:
+    """The decisions of row ids, as far as they can be believed."""
+    found = {}
+    for start in range(0, len(ids), BATCH):
+        some = select(DECISIONS).where(DECISIONS.c.id.in_(ids[start : start + BATCH]))
+        rows = connection.execute(some).mappings().all()
+        by_slot = {slot_values(record): record for record in records_of(connection, rows)}
+        for row in rows:
+            record = by_slot.get(tuple(row[name] for name in DECISION_SLOT))
+            if record is not None:
+                found[row["id"]] = record
     return found
-
-
-def _supersedes(connection: Connection, record: DecisionRecord, row_id: int, created_at: str) -> bool:
-    moment = time_text(record.created_at)
-    if moment != created_at:
-        return moment > created_at
-    rows = connection.execute(select(DECISIONS).where(DECISIONS.c.id == row_id)).mappings().all()
-    known = next(iter(records_of(connection, rows)), None)
-    return known is None or (known != record and newer(known, record) is record)
 
 
 def _insert(connection: Connection, records: Sequence[DecisionRecord]) -> None:

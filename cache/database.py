@@ -25,10 +25,11 @@ logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 BUSY_TIMEOUT_S = 30.0
-# SQLite waits in ever longer steps, which starve whoever waits longest; in slices with a jittered pause between them, the
-# steps begin anew and writers spread out.
-_SLICE_S = 0.25
-_PAUSE_S = 0.02
+# A writer that finds the file taken looks again after pauses that double and are drawn at random: many writers then neither
+# keep the processors busy with looking nor starve one of them.
+_SLICE_S = 0.005
+_FIRST_PAUSE_S = 0.01
+_LAST_PAUSE_S = 0.2
 _MAX_VALUE_BYTES = 4 * 1024 * 1024
 
 
@@ -73,6 +74,7 @@ class Database(Forkable):
             StoreError: The file cannot be opened, read or written.
         """
         deadline = time.monotonic() + self.busy_timeout_s
+        pause_s = _FIRST_PAUSE_S
         while True:
             try:
                 with self.entered(), self._transaction(write) as connection:
@@ -83,7 +85,8 @@ class Database(Forkable):
                     if not busy:
                         self.close()
                     raise store_error(self.path, error) from error
-                time.sleep(random.uniform(0.0, _PAUSE_S))
+                time.sleep(random.uniform(0.0, pause_s))
+                pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
     def snapshot(self, target: Path) -> None:
         """Writes the file's present content to a new file, compacted, in rollback mode; raises `StoreError`."""
@@ -160,6 +163,7 @@ class Database(Forkable):
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
             connection.execute("PRAGMA trusted_schema = OFF")
             connection.execute("PRAGMA cell_size_check = ON")
+            connection.execute("PRAGMA temp_store = MEMORY")
             if not self.read_only:
                 connection.execute("PRAGMA foreign_keys = ON")
                 (mode_now,) = connection.execute("PRAGMA journal_mode").fetchone()

@@ -9,7 +9,15 @@ from collections.abc import Iterable
 from dataclasses import replace
 from datetime import datetime, timedelta
 
-from .records import MAX_MEASUREMENTS, DecisionRecord, FailureClass, MeasurementRecord, MissRecord, utc_now
+from .records import (
+    MAX_MEASUREMENTS,
+    DecisionRecord,
+    FailureClass,
+    MeasurementRecord,
+    MissRecord,
+    mapping_text,
+    utc_now,
+)
 from .validation import DECISION
 
 SOURCE_RANK = {"pinned": 3, "measured": 2, "imported": 1, "predicted": 0}
@@ -120,3 +128,8 @@ def merged_miss(one: MissRecord, other: MissRecord) -> MissRecord:
     """Two states of one miss count as one. A host's count only grows, so the larger one holds the smaller."""
     last = max(one, other, key=lambda miss: (miss.last_seen, miss.count, miss.reason))
     return replace(last, count=max(one.count, other.count), first_seen=min(one.first_seen, other.first_seen))
+
+
+def facts_order(facts: str) -> tuple[bool, str]:
+    """Sort key of two accounts of one environment, as canonical JSON: any facts before none, then by content."""
+    return facts != mapping_text({}), facts

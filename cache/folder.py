@@ -12,11 +12,11 @@ from typing import TypeVar
 
 from .evidence import choose
 from .faults import Fault, StoreError
+from .file import Store
 from .hosts import this_host
 from .memory import frequency
 from .merge import Evidence
 from .records import DecisionRecord, EnvironmentRecord, KeyRecord, MissRecord
-from .file import Store
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class FolderStore:
 
     Attributes:
         path: The file that they stand for.
+        own: This host's file.
     """
 
     def __init__(self, path: Path, *, host: str | None = None) -> None:
@@ -54,18 +55,18 @@ class FolderStore:
             StoreError: It can be neither used nor made.
         """
         self.path = path
-        self._own = Store(host_file(path, host or this_host()), journal="delete", host=host)
+        self.own = Store(host_file(path, host or this_host()), journal="delete", host=host)
         self._peers: dict[Path, Store] = {}
         self._said: set[Path] = set()
 
     @property
     def name(self) -> str:
         """This host's file."""
-        return self._own.name
+        return self.own.name
 
     def publish(self, decision: DecisionRecord, environment: EnvironmentRecord) -> DecisionRecord:
         """Stores a decision in this host's file."""
-        return self._own.publish(decision, environment)
+        return self.own.publish(decision, environment)
 
     def evidence(self, key: KeyRecord, environment: str) -> tuple[DecisionRecord, ...]:
         """Every decision for a key in an environment, of all hosts."""
@@ -97,7 +98,7 @@ class FolderStore:
 
     def record_misses(self, misses: Iterable[MissRecord]) -> None:
         """Adds misses to their counts, in this host's file."""
-        self._own.record_misses(misses)
+        self.own.record_misses(misses)
 
     def misses(self, environment: str | None = None) -> list[MissRecord]:
         """Every miss of all hosts, the most frequent first."""
@@ -109,15 +110,15 @@ class FolderStore:
 
     def close(self) -> None:
         """Closes every file."""
-        self._own.close()
+        self.own.close()
         for store in self._peers.values():
             store.close()
 
     def _stores(self) -> Iterator[Store]:
         """This host's file, then those of the others, as far as they can be read now."""
-        yield self._own
+        yield self.own
         for path in host_files(self.path):
-            if path == self._own.path:
+            if path == self.own.path:
                 continue
             store = self._peers.get(path)
             if store is None:
@@ -134,7 +135,7 @@ class FolderStore:
         try:
             return action(store)
         except StoreError as error:
-            if store is self._own:
+            if store is self.own:
                 raise
             store.close()
             self._say(store.path, error)

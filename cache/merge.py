@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from .evidence import SOURCE_RANK, merged_miss, newer
+from .evidence import SOURCE_RANK, facts_order, merged_miss, newer
 from .interface import DecisionStore
 from .records import DecisionRecord, EnvironmentRecord, KeyRecord, MeasurementRecord, MissRecord, mapping_text
 
@@ -48,7 +48,7 @@ class Evidence:
         """Adds an environment; of two with one id, the same one wins in whatever order they come."""
         known = self.environments.get(record.id)
         self.environments[record.id] = (
-            record if known is None else max(known, record, key=lambda each: mapping_text(each.facts))
+            record if known is None else max(known, record, key=lambda each: facts_order(mapping_text(each.facts)))
         )
 
     def add_decision(self, record: DecisionRecord) -> None:

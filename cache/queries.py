@@ -6,12 +6,26 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any, TypeVar, cast
 
-from sqlalchemy import ColumnElement, Connection, Executable, Table, bindparam, delete, func, insert, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Executable,
+    Table,
+    and_,
+    bindparam,
+    delete,
+    func,
+    insert,
+    not_,
+    select,
+    true,
+    update,
+)
 from sqlalchemy.dialects import postgresql, sqlite
 
-from .evidence import merged_miss, succeed
+from .evidence import facts_order, merged_miss, succeed
 from .models import KEY_COLUMNS, Decision, Environment, Measurement, Miss
-from .records import MAX_MEASUREMENTS, DecisionRecord, EnvironmentRecord, KeyRecord, MissRecord, time_text
+from .records import MAX_MEASUREMENTS, DecisionRecord, EnvironmentRecord, KeyRecord, MissRecord, mapping_text, time_text
 from .rows import (
     Row,
     decision_record,
@@ -29,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 _Record = TypeVar("_Record")
 
+_NO_FACTS = mapping_text({})
+
 PAGE = 1000
 _ENVIRONMENTS = cast(Table, Environment.__table__)
 DECISIONS = cast(Table, Decision.__table__)
@@ -39,7 +55,7 @@ _MISS_SLOT = ("environment_id", *KEY_COLUMNS, "host")
 
 
 def put_environment(connection: Connection, record: EnvironmentRecord) -> None:
-    """Stores an environment that is not known yet; the facts of a known one stay."""
+    """Stores an environment; the facts of a known one stay, unless there are none."""
     connection.execute(_put_environment(connection.dialect.name), environment_row(record))
 
 
@@ -78,7 +94,7 @@ def merge_environment(connection: Connection, record: EnvironmentRecord) -> None
     ).scalar_one_or_none()
     if found is None:
         put_environment(connection, record)
-    elif found < row["facts"]:
+    elif facts_order(found) < facts_order(row["facts"]):
         connection.execute(update(_ENVIRONMENTS).where(_ENVIRONMENTS.c.id == record.id).values(facts=row["facts"]))
 
 
@@ -102,22 +118,39 @@ def crowded_keys(connection: Connection) -> list[tuple[KeyRecord, str]]:
     return [(KeyRecord(**{name: row[name] for name in KEY_COLUMNS}), row["environment_id"]) for row in rows]
 
 
+def count(connection: Connection) -> int:
+    """How many decisions there are."""
+    return connection.execute(select(func.count()).select_from(DECISIONS)).scalar_one()
+
+
 def prune(connection: Connection, *, older_than: datetime | None, environment: str | None, op: str | None) -> int:
-    """Removes decisions and misses that meet every condition given, and environments that nothing names any more."""
+    """Removes decisions and misses that meet every condition given; returns how many decisions."""
     removed = 0
-    for table, moment in ((DECISIONS, DECISIONS.c.created_at), (_MISSES, _MISSES.c.last_seen)):
-        statement = delete(table)
+    for table, moment in ((_MISSES, _MISSES.c.last_seen), (DECISIONS, DECISIONS.c.created_at)):
+        conditions = _named(table, environment, op)
         if older_than is not None:
-            statement = statement.where(moment < time_text(older_than))
-        if environment is not None:
-            statement = statement.where(table.c.environment_id == environment)
-        if op is not None:
-            statement = statement.where(table.c.op == op)
-        count = connection.execute(statement).rowcount
-        removed += count if table is DECISIONS else 0
+            conditions.append(moment < time_text(older_than))
+        removed = connection.execute(delete(table).where(*conditions)).rowcount
+    _sweep(connection)
+    return removed
+
+
+def keep_only(connection: Connection, *, environment: str | None, op: str | None) -> None:
+    """Removes decisions and misses that are not of an environment and an op."""
+    for table in (_MISSES, DECISIONS):
+        connection.execute(delete(table).where(not_(and_(true(), *_named(table, environment, op)))))
+    _sweep(connection)
+
+
+def _named(table: Table, environment: str | None, op: str | None) -> list[ColumnElement[bool]]:
+    wanted = {"environment_id": environment, "op": op}
+    return [table.c[name] == value for name, value in wanted.items() if value is not None]
+
+
+def _sweep(connection: Connection) -> None:
+    """Removes what nothing names any more."""
     connection.execute(delete(MEASUREMENTS).where(MEASUREMENTS.c.decision_id.not_in(select(DECISIONS.c.id))))
     connection.execute(delete(_ENVIRONMENTS).where(_ENVIRONMENTS.c.id.not_in(select(DECISIONS.c.environment_id))))
-    return removed
 
 
 def evidence(connection: Connection, key: KeyRecord, environment: str) -> tuple[DecisionRecord, ...]:
@@ -171,10 +204,8 @@ def _measurements(connection: Connection, ids: Sequence[int]) -> dict[int, list[
     found: dict[int, list[Row]] = {}
     if not ids:
         return found
-    column = MEASUREMENTS.c.decision_id
-    # Pages are runs of ids, which a range reads in one pass; a lookup has a few scattered ones.
-    where = column.in_(ids) if len(ids) <= 32 else column.between(min(ids), max(ids))
-    for row in connection.execute(select(MEASUREMENTS).where(where).order_by(MEASUREMENTS.c.id)).mappings():
+    of_these = MEASUREMENTS.c.decision_id.in_(ids)
+    for row in connection.execute(select(MEASUREMENTS).where(of_these).order_by(MEASUREMENTS.c.id)).mappings():
         kept = found.setdefault(row["decision_id"], [])
         if len(kept) <= MAX_MEASUREMENTS:
             kept.append(row)
@@ -211,7 +242,10 @@ def _names(table: Table) -> list[str]:
 
 @functools.cache
 def _put_environment(dialect: str) -> Executable:
-    return _insert(dialect, _ENVIRONMENTS).on_conflict_do_nothing(index_elements=["id"])
+    statement = _insert(dialect, _ENVIRONMENTS)
+    return statement.on_conflict_do_update(
+        index_elements=["id"], set_={"facts": statement.excluded["facts"]}, where=_ENVIRONMENTS.c.facts == _NO_FACTS
+    )
 
 
 @functools.cache

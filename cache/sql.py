@@ -120,6 +120,14 @@ class SqlStore:
         for key, environment in self._database.run(queries.crowded_keys):
             yield self.evidence(key, environment)
 
+    def count(self) -> int:
+        """How many decisions there are, unreadable ones included; raises `StoreError`."""
+        return self._database.run(queries.count)
+
+    def keep_only(self, *, environment: str | None = None, op: str | None = None) -> None:
+        """Removes every decision and miss that is not of an environment and an op; raises `StoreError`."""
+        self._database.run(lambda connection: queries.keep_only(connection, environment=environment, op=op), write=True)
+
     def prune(
         self, *, older_than: datetime | None = None, environment: str | None = None, op: str | None = None
     ) -> int:

@@ -87,6 +87,27 @@ def _gate_at(
 
 
 @triton.jit
+def _store_dg(
+    dg,
+    b_dG,
+    i_b,
+    i_t,
+    bos,
+    i_h,
+    o_c,
+    m_t,
+    T,
+    HV: tl.constexpr,
+    BT: tl.constexpr,
+    DG_T_CONTIG: tl.constexpr,
+):
+    """Stores dG of chunk `i_t` of one value head."""
+    stride: tl.constexpr = time_axis_stride(HV, DG_T_CONTIG)
+    p_dg = dg + time_axis_offset(i_b, bos, i_h, T, HV, DG_T_CONTIG) + tl.cast(i_t, tl.int64) * BT * stride
+    tl.store(p_dg + o_c * stride, b_dG.to(dg.dtype.element_ty), mask=m_t)
+
+
+@triton.jit
 def _scores(
     p_do,
     p_v,
@@ -181,6 +202,57 @@ def _products(
     return b_P
 
 
+@triton.jit
+def _dg_of_states(
+    p_q,
+    p_k,
+    p_do,
+    p_v,
+    p_h,
+    p_dh,
+    b_G,
+    G_last,
+    o_c,
+    m_t,
+    last,
+    scale,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    STATE_V_FIRST: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
+):
+    """What the states at both ends of a chunk add to dG of one value head: all of it but E."""
+    b_qq = tl.zeros([o_c.shape[0]], dtype=tl.float32)
+    b_kk = tl.zeros([o_c.shape[0]], dtype=tl.float32)
+    b_hh = tl.zeros([BV], dtype=tl.float32)
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        m_v = m_t[:, None] & (o_v < V)[None, :]
+        b_qh = tl.zeros([o_c.shape[0], BV], dtype=tl.float32)
+        b_kdh = tl.zeros([o_c.shape[0], BV], dtype=tl.float32)
+        for i_k in range(0, K, BK):
+            o_k = i_k + tl.arange(0, BK)
+            m_k = m_t[:, None] & (o_k < K)[None, :]
+            b_h = load_state(p_h, o_k, o_v, K, V, STATE_V_FIRST)
+            b_dh = load_state(p_dh, o_k, o_v, K, V, STATE_V_FIRST)
+            b_hh += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=0)
+            b_q = tl.load(p_q + o_c[:, None] * (H * K) + o_k[None, :], mask=m_k, other=0.0)
+            b_qh += tl.dot(b_q, b_h, input_precision=DOT_PRECISION)
+            b_k = tl.load(p_k + o_c[:, None] * (H * K) + o_k[None, :], mask=m_k, other=0.0)
+            b_kdh += tl.dot(b_k, b_dh, input_precision=DOT_PRECISION)
+        b_do = tl.load(p_do + o_c[:, None] * (HV * V) + o_v[None, :], mask=m_v, other=0.0)
+        b_qq += tl.sum(b_qh * b_do.to(tl.float32), axis=1)
+        b_v = tl.load(p_v + o_c[:, None] * (HV * V) + o_v[None, :], mask=m_v, other=0.0)
+        b_kk += tl.sum(b_kdh * b_v.to(tl.float32), axis=1)
+    b_kk *= tl.where(m_t, tl.exp2(tl.where(m_t, G_last - b_G, 0.0)), 0.0)
+    dG_last = tl.exp2(G_last) * tl.sum(b_hh, axis=0) + tl.sum(b_kk, axis=0)
+    return b_qq * (tl.exp2(b_G) * scale) - b_kk + tl.where(o_c == last, dG_last, 0.0)
+
+
 @triton.jit(do_not_specialize=["T", "NT", "N", "TASKS"])
 def chunk_bwd_dqkwg_full(
     q,
@@ -215,6 +287,7 @@ def chunk_bwd_dqkwg_full(
     USE_G_GAMMA: tl.constexpr,
     USE_DW: tl.constexpr,
     USE_DG: tl.constexpr,
+    DG_FROM_VALUES: tl.constexpr,
     STATE_V_FIRST: tl.constexpr,
     G_T_CONTIG: tl.constexpr,
     DG_T_CONTIG: tl.constexpr,
@@ -226,7 +299,9 @@ def chunk_bwd_dqkwg_full(
     (`[..., V, K]` with STATE_V_FIRST), g `[B, T, HV]` (base 2, cumulative in the chunk, either layout), g_gamma `[HV]`
     (base 2, per token); writes dq, dk `[B, T, H, K]`, dw `[B, T, HV, K]`, dg `[B, T, HV]` (fp32, either layout).
 
-    GROUP is HV / H rounded up to a power of two. COMPUTED_RIGHT makes ds the right operand of both its products:
+    GROUP is HV / H rounded up to a power of two. DG_FROM_VALUES forms dG in the first pass over the heads, as
+    `chunk_bwd_dg` does: two more products, but no row per head to keep (which triton-ascend 3.2 cannot hold across a
+    loop over K). COMPUTED_RIGHT makes ds the right operand of both its products:
     Triton 3.4 to 3.7.0 on Hopper feeds a computed left operand from registers, and its transpose comes out wrong.
     """
     if IS_VARLEN:
@@ -264,7 +339,17 @@ def chunk_bwd_dqkwg_full(
             if USE_DG:
                 b_E = b_s * b_P
                 b_dG = tl.sum(b_E, axis=1) - tl.sum(b_E, axis=0)
-                b_dg += tl.where(o_g[:, None] == i_r, b_dG[None, :], 0.0)
+                if DG_FROM_VALUES:
+                    G_last = _gate_at(g, g_gamma, i_b, i_t, bos, i_hv, last, T, HV, BT, USE_G, USE_G_GAMMA, G_T_CONTIG)
+                    p_h = h + state_offset(i_c, i_hv, HV, K, V)
+                    p_dh = dh + state_offset(i_c, i_hv, HV, K, V)
+                    b_dG += _dg_of_states(
+                        p_q, p_k, p_do, p_v, p_h, p_dh, b_G, G_last, o_c, m_t, last, scale,
+                        H, HV, K, V, BK, BV, STATE_V_FIRST, DOT_PRECISION,
+                    )
+                    _store_dg(dg, b_dG, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, DG_T_CONTIG)
+                else:
+                    b_dg += tl.where(o_g[:, None] == i_r, b_dG[None, :], 0.0)
         b_S = b_sum.to(q.dtype.element_ty)
 
         for i_k in range(0, K, BK):
@@ -284,7 +369,7 @@ def chunk_bwd_dqkwg_full(
                     o_v = i_v + tl.arange(0, BV)
                     m_v = m_t[:, None] & (o_v < V)[None, :]
                     b_dh = load_state(p_dh, o_k, o_v, K, V, STATE_V_FIRST)
-                    if USE_DG:
+                    if USE_DG and not DG_FROM_VALUES:
                         b_h = load_state(p_h, o_k, o_v, K, V, STATE_V_FIRST)
                         b_hh += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
                     b_v = tl.load(p_v + o_c[:, None] * (HV * V) + o_v[None, :], mask=m_v, other=0.0)
@@ -292,7 +377,7 @@ def chunk_bwd_dqkwg_full(
                 b_G = _gate(g, g_gamma, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, USE_G, USE_G_GAMMA, G_T_CONTIG)
                 G_last = _gate_at(g, g_gamma, i_b, i_t, bos, i_hv, last, T, HV, BT, USE_G, USE_G_GAMMA, G_T_CONTIG)
                 b_dkh *= tl.where(m_t, tl.exp2(tl.where(m_t, G_last - b_G, 0.0)), 0.0)[:, None]
-                if USE_DG:
+                if USE_DG and not DG_FROM_VALUES:
                     b_k = tl.load(p_k + o_qk, mask=m_k, other=0.0)
                     b_kk = tl.sum(b_dkh * b_k.to(tl.float32), axis=1)
                     dG_last = tl.exp2(G_last) * tl.sum(b_hh, axis=0) + tl.sum(b_kk, axis=0)
@@ -328,7 +413,7 @@ def chunk_bwd_dqkwg_full(
                     tl.store(p_dw + o_c[:, None] * (HV * K) + o_k[None, :], (-b_dwh).to(dw.dtype.element_ty), mask=m_k)
                 b_G = _gate(g, g_gamma, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, USE_G, USE_G_GAMMA, G_T_CONTIG)
                 b_dqh *= (tl.exp2(b_G) * scale)[:, None]
-                if USE_DG:
+                if USE_DG and not DG_FROM_VALUES:
                     b_q = tl.load(p_q + o_qk, mask=m_k, other=0.0)
                     b_dG = tl.sum(b_dqh * b_q.to(tl.float32), axis=1)
                     b_dg += tl.where(o_g[:, None] == i_r, b_dG[None, :], 0.0)
@@ -340,12 +425,10 @@ def chunk_bwd_dqkwg_full(
                 b_dq += tl.dot(b_S, b_k, input_precision=DOT_PRECISION)
             tl.store(dq + (first * H + i_h) * K + o_qk, b_dq.to(dq.dtype.element_ty), mask=m_k)
 
-        if USE_DG:
+        if USE_DG and not DG_FROM_VALUES:
             for i_r in range(0, R):
                 b_dG = tl.sum(tl.where(o_g[:, None] == i_r, b_dg, 0.0), axis=0)
-                dg_stride: tl.constexpr = time_axis_stride(HV, DG_T_CONTIG)
-                p_dg = dg + time_axis_offset(i_b, bos, i_h * R + i_r, T, HV, DG_T_CONTIG) + i_t * BT * dg_stride
-                tl.store(p_dg + o_c * dg_stride, b_dG, mask=m_t)
+                _store_dg(dg, b_dG, i_b, i_t, bos, i_h * R + i_r, o_c, m_t, T, HV, BT, DG_T_CONTIG)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "TASKS"])
@@ -520,32 +603,8 @@ def chunk_bwd_dg(
         b_E = tl.where(o_c[:, None] > o_c[None, :], b_E, 0.0)
         b_dG = tl.sum(b_E, axis=1) - tl.sum(b_E, axis=0)
 
-        b_qq = tl.zeros([BT], dtype=tl.float32)
-        b_kk = tl.zeros([BT], dtype=tl.float32)
-        b_hh = tl.zeros([BV], dtype=tl.float32)
-        for i_v in range(0, V, BV):
-            o_v = i_v + tl.arange(0, BV)
-            m_v = m_t[:, None] & (o_v < V)[None, :]
-            b_qh = tl.zeros([BT, BV], dtype=tl.float32)
-            b_kdh = tl.zeros([BT, BV], dtype=tl.float32)
-            for i_k in range(0, K, BK):
-                o_k = i_k + tl.arange(0, BK)
-                m_k = m_t[:, None] & (o_k < K)[None, :]
-                b_h = load_state(p_h, o_k, o_v, K, V, STATE_V_FIRST)
-                b_dh = load_state(p_dh, o_k, o_v, K, V, STATE_V_FIRST)
-                b_hh += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=0)
-                b_q = tl.load(p_q + o_c[:, None] * (H * K) + o_k[None, :], mask=m_k, other=0.0)
-                b_qh += tl.dot(b_q, b_h, input_precision=DOT_PRECISION)
-                b_k = tl.load(p_k + o_c[:, None] * (H * K) + o_k[None, :], mask=m_k, other=0.0)
-                b_kdh += tl.dot(b_k, b_dh, input_precision=DOT_PRECISION)
-            b_do = tl.load(p_do + o_c[:, None] * (HV * V) + o_v[None, :], mask=m_v, other=0.0)
-            b_qq += tl.sum(b_qh * b_do.to(tl.float32), axis=1)
-            b_v = tl.load(p_v + o_c[:, None] * (HV * V) + o_v[None, :], mask=m_v, other=0.0)
-            b_kk += tl.sum(b_kdh * b_v.to(tl.float32), axis=1)
-        b_kk *= tl.where(m_t, tl.exp2(tl.where(m_t, G_last - b_G, 0.0)), 0.0)
-        b_dG += b_qq * (tl.exp2(b_G) * scale) - b_kk
-        dG_last = tl.exp2(G_last) * tl.sum(b_hh, axis=0) + tl.sum(b_kk, axis=0)
-        b_dG += tl.where(o_c == last, dG_last, 0.0)
-        stride: tl.constexpr = time_axis_stride(HV, DG_T_CONTIG)
-        p_dg = dg + time_axis_offset(i_b, bos, i_h, T, HV, DG_T_CONTIG) + tl.cast(i_t * BT, tl.int64) * stride
-        tl.store(p_dg + o_c * stride, b_dG, mask=m_t)
+        b_dG += _dg_of_states(
+            p_q, p_k, p_do, p_v, p_h, p_dh, b_G, G_last, o_c, m_t, last, scale,
+            H, HV, K, V, BK, BV, STATE_V_FIRST, DOT_PRECISION,
+        )
+        _store_dg(dg, b_dG, i_b, i_t, bos, i_h, o_c, m_t, T, HV, BT, DG_T_CONTIG)

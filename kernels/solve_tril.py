@@ -131,18 +131,55 @@ def store_block(
 
 
 @triton.jit
-def store_zeros_above(
+def solve_blocks(
     p_X,
+    b_00,
+    b_10,
+    b_11,
+    b_20,
+    b_21,
+    b_22,
+    b_30,
+    b_31,
+    b_32,
+    b_33,
     o_h,
     length,
     HV: tl.constexpr,
     BT: tl.constexpr,
+    BY_ROWS: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
 ):
-    """Writes the blocks above the diagonal."""
-    b_zero = tl.zeros([o_h.shape[0], 16, 16], dtype=tl.float32)
+    """Writes X for the blocks of M, `[heads, 16, 16]` each; those past BT are not read."""
     for i in tl.static_range(BT // 16):
         for j in tl.static_range(i + 1, BT // 16):
-            store_block(p_X, b_zero, i, j, o_h, length, HV, BT)
+            store_block(p_X, tl.zeros_like(b_00), i, j, o_h, length, HV, BT)
+    b_00 = invert_block(b_00, BY_ROWS, DOT_PRECISION)
+    store_block(p_X, b_00, 0, 0, o_h, length, HV, BT)
+    if BT > 16:
+        b_11 = invert_block(b_11, BY_ROWS, DOT_PRECISION)
+        b_10 = -product(b_11, product(b_10, b_00, DOT_PRECISION), DOT_PRECISION)
+        store_block(p_X, b_11, 1, 1, o_h, length, HV, BT)
+        store_block(p_X, b_10, 1, 0, o_h, length, HV, BT)
+    if BT > 32:
+        b_22 = invert_block(b_22, BY_ROWS, DOT_PRECISION)
+        b_20 = product(b_20, b_00, DOT_PRECISION) + product(b_21, b_10, DOT_PRECISION)
+        b_20 = -product(b_22, b_20, DOT_PRECISION)
+        b_21 = -product(b_22, product(b_21, b_11, DOT_PRECISION), DOT_PRECISION)
+        store_block(p_X, b_22, 2, 2, o_h, length, HV, BT)
+        store_block(p_X, b_20, 2, 0, o_h, length, HV, BT)
+        store_block(p_X, b_21, 2, 1, o_h, length, HV, BT)
+
+        b_33 = invert_block(b_33, BY_ROWS, DOT_PRECISION)
+        b_30 = product(b_30, b_00, DOT_PRECISION)
+        b_30 += product(b_31, b_10, DOT_PRECISION)
+        b_30 += product(b_32, b_20, DOT_PRECISION)
+        b_31 = product(b_31, b_11, DOT_PRECISION) + product(b_32, b_21, DOT_PRECISION)
+        b_32 = product(b_32, b_22, DOT_PRECISION)
+        store_block(p_X, b_33, 3, 3, o_h, length, HV, BT)
+        store_block(p_X, -product(b_33, b_30, DOT_PRECISION), 3, 0, o_h, length, HV, BT)
+        store_block(p_X, -product(b_33, b_31, DOT_PRECISION), 3, 1, o_h, length, HV, BT)
+        store_block(p_X, -product(b_33, b_32, DOT_PRECISION), 3, 2, o_h, length, HV, BT)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "TASKS"])
@@ -169,44 +206,32 @@ def solve_tril(
     if IS_VARLEN:
         clear_outside_rows(X, cu_seqlens, T, N, HV * BT, BT)
     head_blocks: tl.constexpr = (HV + BH - 1) // BH
-    blocks: tl.constexpr = BT // 16
+    # Blocks past BT name one that is there: they are not read.
+    i_1: tl.constexpr = 1 if BT > 16 else 0
+    i_2: tl.constexpr = 2 if BT > 32 else 0
+    i_3: tl.constexpr = 3 if BT > 32 else 0
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
         i_b, i_t, bos, length = locate_chunk(i_task // head_blocks, cu_seqlens, chunk_indices, T, NT, IS_VARLEN)
         length = length - i_t * BT
         o_h = i_task % head_blocks * BH + tl.arange(0, BH)
         offset = tl.cast(bos + i_t * BT, tl.int64) * (HV * BT)
         p_A = A + offset
-        p_X = X + offset
-        b_00 = invert_block(load_block(p_A, 0, 0, o_h, length, HV, BT), BY_ROWS, DOT_PRECISION)
-        store_block(p_X, b_00, 0, 0, o_h, length, HV, BT)
-        if blocks > 1:
-            b_11 = invert_block(load_block(p_A, 1, 1, o_h, length, HV, BT), BY_ROWS, DOT_PRECISION)
-            b_10 = product(load_block(p_A, 1, 0, o_h, length, HV, BT), b_00, DOT_PRECISION)
-            b_10 = -product(b_11, b_10, DOT_PRECISION)
-            store_block(p_X, b_11, 1, 1, o_h, length, HV, BT)
-            store_block(p_X, b_10, 1, 0, o_h, length, HV, BT)
-        if blocks > 2:
-            b_22 = invert_block(load_block(p_A, 2, 2, o_h, length, HV, BT), BY_ROWS, DOT_PRECISION)
-            b_33 = invert_block(load_block(p_A, 3, 3, o_h, length, HV, BT), BY_ROWS, DOT_PRECISION)
-            b_M = load_block(p_A, 2, 1, o_h, length, HV, BT)
-            b_20 = product(load_block(p_A, 2, 0, o_h, length, HV, BT), b_00, DOT_PRECISION)
-            b_20 += product(b_M, b_10, DOT_PRECISION)
-            b_20 = -product(b_22, b_20, DOT_PRECISION)
-            b_21 = -product(b_22, product(b_M, b_11, DOT_PRECISION), DOT_PRECISION)
-            store_block(p_X, b_22, 2, 2, o_h, length, HV, BT)
-            store_block(p_X, b_20, 2, 0, o_h, length, HV, BT)
-            store_block(p_X, b_21, 2, 1, o_h, length, HV, BT)
-
-            b_30 = product(load_block(p_A, 3, 0, o_h, length, HV, BT), b_00, DOT_PRECISION)
-            b_M = load_block(p_A, 3, 1, o_h, length, HV, BT)
-            b_30 += product(b_M, b_10, DOT_PRECISION)
-            b_31 = product(b_M, b_11, DOT_PRECISION)
-            b_M = load_block(p_A, 3, 2, o_h, length, HV, BT)
-            b_30 += product(b_M, b_20, DOT_PRECISION)
-            b_31 += product(b_M, b_21, DOT_PRECISION)
-            b_32 = product(b_M, b_22, DOT_PRECISION)
-            store_block(p_X, b_33, 3, 3, o_h, length, HV, BT)
-            store_block(p_X, -product(b_33, b_30, DOT_PRECISION), 3, 0, o_h, length, HV, BT)
-            store_block(p_X, -product(b_33, b_31, DOT_PRECISION), 3, 1, o_h, length, HV, BT)
-            store_block(p_X, -product(b_33, b_32, DOT_PRECISION), 3, 2, o_h, length, HV, BT)
-        store_zeros_above(p_X, o_h, length, HV, BT)
+        solve_blocks(
+            X + offset,
+            load_block(p_A, 0, 0, o_h, length, HV, BT),
+            load_block(p_A, i_1, 0, o_h, length, HV, BT),
+            load_block(p_A, i_1, i_1, o_h, length, HV, BT),
+            load_block(p_A, i_2, 0, o_h, length, HV, BT),
+            load_block(p_A, i_2, i_1, o_h, length, HV, BT),
+            load_block(p_A, i_2, i_2, o_h, length, HV, BT),
+            load_block(p_A, i_3, 0, o_h, length, HV, BT),
+            load_block(p_A, i_3, i_1, o_h, length, HV, BT),
+            load_block(p_A, i_3, i_2, o_h, length, HV, BT),
+            load_block(p_A, i_3, i_3, o_h, length, HV, BT),
+            o_h,
+            length,
+            HV,
+            BT,
+            BY_ROWS,
+            DOT_PRECISION,
+        )

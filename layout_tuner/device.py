@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from .errors import ConfigError
+from .errors import ConfigError, UnsupportedProblemError
 
 log = logging.getLogger(__name__)
 
@@ -76,11 +77,28 @@ def resolve(name: str | None = None) -> torch.device:
             return device
         module = torch.get_device_module(device)
         available = module.is_available()
+        count = module.device_count() if available else 0
     except (RuntimeError, AttributeError) as error:
         raise ConfigError(f"device {name!r}: {str(error).splitlines()[0]}") from error
     if not available:
         raise ConfigError(f"device {name!r}: torch {torch.__version__} sees no such device on this machine")
-    return torch.device(device.type, module.current_device() if device.index is None else device.index)
+    index = module.current_device() if device.index is None else device.index
+    if index >= count:
+        raise ConfigError(f"device {name!r}: this machine has {count} of them, numbered from 0")
+    return torch.device(device.type, index)
+
+
+def guard(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a device the current one: launches go to the current device, whatever device their tensors are on."""
+    if device.type == "cpu":
+        return nullcontext()
+    made: AbstractContextManager[object] = torch.get_device_module(device).device(device.index)
+    return made
+
+
+def several(device: torch.device) -> bool:
+    """Whether there is more than one device of that kind, so that the current one may be another."""
+    return device.type != "cpu" and torch.get_device_module(device).device_count() > 1
 
 
 def simulated(kind: str) -> bool:
@@ -213,6 +231,31 @@ def interpreter_dot_is_right() -> bool:
     probe.dot_probe[(1,)](a, b, product, N=16)
     wanted = a.float() @ b.float()
     return bool((product - wanted).norm() <= 1e-2 * wanted.norm())
+
+
+def require_running(op: str, dtype: str, device: torch.device) -> None:
+    """Raise where Triton cannot run kernels on a device, saying what to do; puts the interpreter's dot right.
+
+    Args:
+        op: Name of the op, for the message.
+        dtype: Of its main tensor, by torch's name.
+        device: Where its tensors are.
+
+    Raises:
+        UnsupportedProblemError: CPU tensors outside the interpreter, or an interpreter that multiplies bfloat16
+            wrongly.
+    """
+    if not interpreting():
+        if device.type == "cpu":
+            wanted = "set TRITON_INTERPRET=1 before Triton is imported"
+            raise UnsupportedProblemError(op, [f"tensors on a CPU run in Triton's interpreter only: {wanted}"])
+        return
+    widen_interpreter_dot()
+    if dtype == "bfloat16" and not interpreter_dot_is_right():
+        name, version = triton_distribution()
+        raise UnsupportedProblemError(
+            op, [f"the interpreter of {name} {version} multiplies bfloat16 wrongly: use fp16 or fp32"]
+        )
 
 
 def triton_distribution() -> tuple[str, str]:

@@ -47,6 +47,7 @@ class Experiment:
     """
 
     def __init__(self, spec: OpSpec, key: Key, device: torch.device, call: Call | None = None) -> None:
+        devices.require_running(spec.name, key.dtype, device)
         self.spec = spec
         self._call = call
         self.device = device
@@ -97,11 +98,15 @@ class Experiment:
 
     def check(self, prepared: Prepared) -> Check:
         """Run into poisoned memory and compare every output with the oracle; the worst counts."""
+        return self.compare(self.run_poisoned(prepared))
+
+    def run_poisoned(self, prepared: Prepared) -> Outputs:
+        """A candidate's results, in memory that was NaN before."""
         call = self.call
         with PoisonedAllocations():
-            got = prepared(call.tensors, call.scalars, call.cu_seqlens, call.chunk_indices)
+            results = prepared(call.tensors, call.scalars, call.cu_seqlens, call.chunk_indices)
         devices.synchronize(self.device)
-        return self.compare(got)
+        return results
 
     def compare(self, got: Outputs) -> Check:
         """The output that is worst against its tolerance."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -167,6 +167,7 @@ def time_rounds(
     max_rounds: int,
     interval: float,
     deadline: float,
+    may_be_zero: Collection[str] = (),
     clock: Callable[[], float] = time.monotonic,
 ) -> Rounds:
     """Time callables in interleaved rounds until their gains over the baseline are known narrowly enough.
@@ -179,6 +180,7 @@ def time_rounds(
         min_rounds, max_rounds: Kept rounds.
         interval: Enough, once every gain's 95 % interval is at most this wide.
         deadline: On `clock`, no round starts after it; the first `min_rounds` do not wait for the interval.
+        may_be_zero: Callables whose time may be too short to see, as a small copy's.
         clock: Seconds.
     """
     names = list(runs)
@@ -198,7 +200,7 @@ def time_rounds(
             break
         order = names[i_round % len(names) :] + names[: i_round % len(names)]
         taken = dict(zip(order, timer.round_us([runs[name] for name in order])))
-        if not all(math.isfinite(sample) and sample > 0 for sample in taken.values()):
+        if not all(math.isfinite(taken[name]) and (taken[name] > 0 or name in may_be_zero) for name in names):
             discarded += 1
             continue
         for name, sample in taken.items():

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from . import device as devices
 from . import layouts
 from .layouts import Layout
 from .packing import prepare_chunk_indices
@@ -25,13 +26,15 @@ class Prepared:
         bare: Whether operands arrive in the plan's layouts and results may stay in them: the kernels alone.
     """
 
-    __slots__ = ("BT", "candidate", "contiguous", "launch", "moves", "packed", "restore")
+    __slots__ = ("BT", "candidate", "contiguous", "device", "launch", "moves", "packed", "restore")
 
     def __init__(self, spec: OpSpec, problem: Problem, candidate: Candidate, call: Call, *, bare: bool = False) -> None:
         self.candidate = candidate
         self.launch: Launch = spec.bind(problem, candidate)
         self.BT = problem.BT
         self.packed = call.cu_seqlens is not None
+        device = present(call.tensors[0]).device
+        self.device = device if devices.several(device) else None
         self.contiguous = tuple(
             i
             for i, (operand, tensor) in enumerate(zip(spec.operands, call.tensors))
@@ -60,7 +63,11 @@ class Prepared:
             tensors = self.arrange(tensors)
         if self.packed and chunk_indices is None and cu_seqlens is not None:
             chunk_indices = prepare_chunk_indices(cu_seqlens, self.BT)
-        results = self.launch(*tensors, *scalars, cu_seqlens, chunk_indices)
+        if self.device is None:
+            results = self.launch(*tensors, *scalars, cu_seqlens, chunk_indices)
+        else:
+            with devices.guard(self.device):
+                results = self.launch(*tensors, *scalars, cu_seqlens, chunk_indices)
         if self.restore:
             results = self.row_major(results)
         return results

@@ -27,13 +27,13 @@ from . import device as devices
 from .config import Config
 from .decisions import key_record, outcome_record
 from .environment import Environment, environment
-from .errors import CacheError, LayoutTunerError, TuningError, UnsupportedProblemError
+from .errors import CacheError, LayoutTunerError, TuningError
 from .experiment import Experiment
 from .keys import Key, bucketed
 from .measure import EventTimer, HostTimer, Timer
 from .prepare import Prepared
 from .registry import Call, Candidate, OpSpec, Outputs, Problem, Value
-from .tuner import Outcome, tune
+from .tuner import Outcome, first_line, tune
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class Router:
         arguments = (call.tensors, call.scalars, call.cu_seqlens, call.chunk_indices)
         key = spec.key(call)
         device = present(call).device
-        require_running(spec, key, device)
+        devices.require_running(spec.name, key.dtype, device)
         problem = Problem(key=key, chip=devices.chip(device))
         choice = self.choose(spec, key, device)
         prepared = Prepared(spec, problem, choice.candidate, call)
@@ -175,6 +175,10 @@ class Router:
         except LayoutTunerError as error:
             log.warning("%s: not tuned: %s", key, error)
             return Choice(candidate=default, source="default")
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            devices.release(device)
+            log.warning("%s: too little free memory to tune (%s): running %s", key, first_line(error), default.id)
+            return Choice(candidate=default, source="default", frozen=False)
         winner = next(candidate for candidate in spec.candidates(key) if candidate.id == outcome.winner)
         return Choice(candidate=winner, source="measured")
 
@@ -212,14 +216,13 @@ class Router:
             TuningError: No candidate is right.
             UnsupportedProblemError: Nothing runs the key on this device.
         """
-        require_running(spec, key, device)
         where = environment(device)
         experiment = Experiment(spec, key, device)
         default = spec.default(key, experiment.problem.chip)
         measure = self.config.measure
         if where.interpreted:  # its times mean nothing, so few do
             measure = measure.model_copy(update={"warmup_rounds": 1, "min_rounds": 5, "max_rounds": 5})
-        with torch.no_grad(), self._lock:
+        with torch.no_grad(), self._lock, devices.guard(device):
             timer = self.timer or make_timer(device, self.config)
             outcome = tune(experiment.trials(), default.id, timer, measure, self.config.tuning)
         winner = next(candidate for candidate in spec.candidates(key) if candidate.id == outcome.winner)
@@ -243,27 +246,6 @@ class Router:
         """Give back files and connections."""
         if self._store is not None:
             self._store.close()
-
-
-def require_running(spec: OpSpec, key: Key, device: torch.device) -> None:
-    """Raise where Triton cannot run the kernels on a device, saying what to do.
-
-    Raises:
-        UnsupportedProblemError: CPU tensors outside the interpreter, or an interpreter that multiplies bfloat16
-            wrongly.
-    """
-    if device.type == "cpu" and not devices.interpreting():
-        raise UnsupportedProblemError(
-            spec.name,
-            ["tensors on a CPU run in Triton's interpreter only: set TRITON_INTERPRET=1 before Triton is imported"],
-        )
-    if devices.interpreting():
-        devices.widen_interpreter_dot()
-        if key.dtype == "bfloat16" and not devices.interpreter_dot_is_right():
-            name, version = devices.triton_distribution()
-            raise UnsupportedProblemError(
-                spec.name, [f"the interpreter of {name} {version} multiplies bfloat16 wrongly: use fp16 or fp32"]
-            )
 
 
 def make_timer(device: torch.device, config: Config) -> Timer:

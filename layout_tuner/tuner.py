@@ -191,6 +191,7 @@ def tune(
         max_rounds=measure.max_rounds,
         interval=measure.interval,
         deadline=deadline,
+        may_be_zero=timed.keys() - runs.keys(),
         clock=clock,
     )
     kept = len(rounds.samples[baseline])

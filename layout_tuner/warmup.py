@@ -21,7 +21,7 @@ from .environment import Environment, environment
 from .errors import LayoutTunerError
 from .keys import Key
 from .registry import OpSpec
-from .router import Router, require_running
+from .router import Router
 from .shapes import Shape, keys, load_shapes, parse_shapes
 
 log = logging.getLogger(__name__)
@@ -112,8 +112,8 @@ def warmup(
     if ops is not None:
         wanted = [(spec, key) for spec, key in wanted if spec.name in ops]
     where = devices.resolve(str(device) if device is not None else None)
-    for spec, key in wanted[:1]:
-        require_running(spec, key, where)
+    for spec, _ in wanted[:1]:
+        devices.require_running(spec.name, "float32", where)
     made = router or Router(settings, on_miss="tune")
     rows = [Row(key=None, status="unsupported", reason=reason) for reason in refused]
     start = time.monotonic()

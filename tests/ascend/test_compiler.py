@@ -98,7 +98,8 @@ def test_contents_steer_the_walk(compiler: Compiler, sample: ModuleType) -> None
 
     assert counted(compiler, launch([0, 64])).summary()["bursts"] == 2
     assert counted(compiler, launch([0, 640])).summary()["bursts"] == 20
-    assert counted(compiler, launch([5, 5, 9])).summary()["bursts"] == 0
+    # The average of an empty sequence and a short one.
+    assert counted(compiler, launch([5, 5, 9])).summary()["bursts"] == 1
 
 
 def test_an_overflow_says_how_much(compiler: Compiler, sample: ModuleType) -> None:

@@ -1,0 +1,205 @@
+"""Speed of the decision cache: a large file, and many writers at once.
+
+python bench/cache.py                                   # the table of a file with 100,000 decisions
+python bench/cache.py --writers 64 --publishes 40       # the median publish of 64 processes on one file
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from layout_tuner.cache.file import Store
+from layout_tuner.cache.records import DecisionRecord, EnvironmentRecord, KeyRecord, MeasurementRecord
+from layout_tuner.cache.share import export_file, import_file
+
+ENVIRONMENT = EnvironmentRecord(id="bench-environment", facts={"device": "none", "compiler": "none"})
+CANDIDATES = ("block/g=STRIDE_HV", "block/g=T_CONTIG", "full/g=STRIDE_HV", "full/g=T_CONTIG")
+
+
+def decision(number: int, host: str) -> DecisionRecord:
+    """A decision as tuning leaves it: four candidates with 30 samples each."""
+    measurements = tuple(
+        MeasurementRecord(
+            candidate=candidate,
+            revision="0123456789abcdef",
+            state="ok",
+            end_to_end_us=60.5 + place,
+            kernel_us=50.25 + place,
+            relayout_us=10.25,
+            interval_low_us=60.0 + place,
+            interval_high_us=61.0 + place,
+            error=1.5e-4,
+            samples=tuple(60.0 + place + round(0.032 * sample, 3) for sample in range(30)),
+        )
+        for place, candidate in enumerate(CANDIDATES)
+    )
+    key = KeyRecord(
+        op="chunk_bwd_dv_local",
+        B=1 + number % 8,
+        T=1 + number,
+        H=16,
+        HV=32,
+        K=128,
+        V=128,
+        varlen=bool(number % 2),
+        dtype="bfloat16",
+        form="BT=64,g=float32@STRIDE_HV",
+    )
+    return DecisionRecord(
+        key=key,
+        environment=ENVIRONMENT.id,
+        candidate=CANDIDATES[0],
+        revision="0123456789abcdef",
+        default_candidate=CANDIDATES[1],
+        source="measured",
+        gain=0.016,
+        gain_low=0.01,
+        gain_high=0.02,
+        measurements=measurements,
+        host=host,
+    )
+
+
+def decisions(number: int) -> Iterator[DecisionRecord]:
+    """Decisions of another host."""
+    return (decision(each, "elsewhere") for each in range(number))
+
+
+def peak_mib() -> float:
+    """The most memory that this process ever had, in MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+# Run in a process of its own, as the first call of a training job would.
+FIRST_LOOKUP = """
+import sys, time
+from layout_tuner.cache.file import Store
+from layout_tuner.cache.records import KeyRecord
+key = KeyRecord(op="chunk_bwd_dv_local", B=6, T=54321 % int(sys.argv[2]) + 1, H=16, HV=32, K=128, V=128, varlen=False,
+                dtype="bfloat16", form="BT=64,g=float32@STRIDE_HV")
+start = time.perf_counter()
+store = Store(sys.argv[1])
+found = store.evidence(key, "bench-environment")
+print(1e3 * (time.perf_counter() - start), len(found))
+"""
+
+
+def first_lookup_ms(path: Path, number: int) -> float:
+    """Opening a file and answering one lookup, in milliseconds; the median of five processes, imports left out."""
+    command = [sys.executable, "-c", FIRST_LOOKUP, str(path), str(number)]
+    answers = [subprocess.run(command, check=True, capture_output=True, text=True).stdout.split() for _ in range(5)]
+    return statistics.median(float(each[0]) for each in answers)
+
+
+def large_file(folder: Path, number: int) -> dict[str, float]:
+    """Everything about a file with many decisions, by name; times in seconds unless the name says otherwise."""
+    result: dict[str, float] = {}
+    source, export, target = folder / "source.sqlite", folder / "export.sqlite", folder / "target.sqlite"
+    with contextlib.closing(Store(source)) as store:
+        # Begun with one, as a file in use is: an empty one would spare the look for what is there already.
+        store.publish(decision(number + 1, ""), ENVIRONMENT)
+        start = time.perf_counter()
+        store.absorb(decisions(number), [ENVIRONMENT])
+        result["absorb"] = time.perf_counter() - start
+        start = time.perf_counter()
+        written = export_file(store, export)
+        result["export"] = time.perf_counter() - start
+        result["export MiB"] = written.size_bytes / 2**20
+    with contextlib.closing(Store(target)) as store:
+        store.publish(decision(number + 2, ""), ENVIRONMENT)
+        start = time.perf_counter()
+        import_file(store, export)
+        result["import"] = time.perf_counter() - start
+        start = time.perf_counter()
+        import_file(store, export)
+        result["import again"] = time.perf_counter() - start
+    result["peak MiB"] = peak_mib()
+    result["open + first lookup, ms"] = first_lookup_ms(source, number)
+    return result
+
+
+def write(path: Path, writer: int, publishes: int, output: int) -> None:
+    """What one writer does; sends the seconds that each publish took through a pipe."""
+    taken = []
+    store = Store(path)
+    for number in range(publishes):
+        record = decision(writer * publishes + number, "")
+        start = time.perf_counter()
+        store.publish(record, ENVIRONMENT)
+        taken.append(time.perf_counter() - start)
+    store.close()
+    with os.fdopen(output, "w") as pipe:
+        json.dump(taken, pipe)
+
+
+def many_writers(path: Path, writers: int, publishes: int) -> dict[str, float]:
+    """Forks writers that all publish to one file; says how long a publish took, in ms, and how many rows there are."""
+    children = []
+    start = time.perf_counter()
+    for writer in range(writers):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                os.close(reading)
+                write(path, writer, publishes, writing)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        os.close(writing)
+        children.append((child, reading))
+    taken: list[float] = []
+    failed = 0
+    for child, reading in children:
+        with os.fdopen(reading) as pipe:
+            text = pipe.read()
+        failed += os.waitpid(child, 0)[1] != 0
+        taken += json.loads(text or "[]")
+    taken.sort()
+    with contextlib.closing(Store(path)) as store:
+        rows = sum(1 for _ in store.decisions())
+    return {
+        "wall s": time.perf_counter() - start,
+        "failed writers": failed,
+        "rows": rows,
+        "median publish ms": 1e3 * statistics.median(taken),
+        "p95 publish ms": 1e3 * taken[int(0.95 * len(taken))],
+        "slowest publish ms": 1e3 * taken[-1],
+    }
+
+
+def main() -> None:
+    """Prints a table, or JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--decisions", type=int, default=100_000)
+    parser.add_argument("--writers", type=int, default=0)
+    parser.add_argument("--publishes", type=int, default=40)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if options.writers:
+            result = many_writers(Path(folder) / "decisions.sqlite", options.writers, options.publishes)
+        else:
+            result = large_file(Path(folder), options.decisions)
+    if options.json:
+        print(json.dumps(result))
+        return
+    for name, value in result.items():
+        print(f"{name:28} {value:12.2f}")
+
+
+if __name__ == "__main__":
+    main()

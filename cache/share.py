@@ -1,0 +1,253 @@
+"""Decisions on their way between machines: export, import, merge, diff."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+from sqlalchemy import Connection, insert
+
+from layout_tuner.errors import CacheError
+
+from . import schema
+from .atomic import replacing
+from .bulk import Tally
+from .database import Database
+from .evidence import choose
+from .faults import Fault, StoreError
+from .file import Store
+from .folder import FolderStore
+from .hosts import this_host
+from .interface import DecisionStore
+from .merge import Conflict, conflicts
+from .models import Seal
+from .records import DecisionRecord, KeyRecord, time_text, utc_now
+from .seal import BLANK, SealState, seal, seal_state
+from .sql import SqlStore
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What an export or a merge wrote.
+
+    Attributes:
+        path: The file.
+        decisions: How many it holds.
+        size_bytes: Its size.
+        sha256: The hash in its seal.
+    """
+
+    path: Path
+    decisions: int
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merged:
+    """What a merge did.
+
+    Attributes:
+        exported: The file it wrote.
+        tally: What became of the decisions.
+        conflicts: Decisions in the result that contradict each other.
+    """
+
+    exported: Exported
+    tally: Tally
+    conflicts: tuple[Conflict, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A key about which two files differ; None where a file has no decision.
+
+    Attributes:
+        environment: Id of the environment.
+        key: The call.
+        one: The decision that the first file believes.
+        other: The decision that the second believes.
+    """
+
+    environment: str
+    key: KeyRecord
+    one: DecisionRecord | None
+    other: DecisionRecord | None
+
+
+def export_file(
+    store: DecisionStore, out: str | os.PathLike[str], *, environment: str | None = None, op: str | None = None
+) -> Exported:
+    """Writes decisions to one self-contained, sealed, read-only file, which appears whole or not at all.
+
+    This is the way to copy a file that is in use: a copy made with `cp` lacks what SQLite keeps in the `-wal` file next to it.
+
+    Args:
+        store: Where from.
+        out: The file.
+        environment: Only decisions of this environment.
+        op: Only decisions of this op.
+
+    Raises:
+        CacheError: It cannot be read or written.
+    """
+    target = _target(out)
+    with replacing(target) as scratch:
+        if isinstance(store, Store):
+            store.snapshot(scratch)
+            _keep_only(scratch, environment, op)
+        else:
+            with contextlib.closing(Store(scratch, journal="delete")) as copy:
+                copy.absorb(store.decisions(environment=environment, op=op), store.environments(), store.misses())
+        digest, decisions = _finish(scratch)
+    return Exported(path=target, decisions=decisions, size_bytes=target.stat().st_size, sha256=digest)
+
+
+def import_file(store: SqlStore | FolderStore, path: str | os.PathLike[str]) -> Tally:
+    """Takes over the decisions of a file. What another host measured counts as imported from then on.
+
+    Raises:
+        CacheError: The file cannot be read, or was changed after it was exported.
+    """
+    with open_shared(Path(path)) as source:
+        target = store.own if isinstance(store, FolderStore) else store
+        tally = target.absorb(map(_imported, source.decisions()), source.environments())
+        tally.refused = source.count() - tally.added - tally.replaced - tally.kept
+    return tally
+
+
+def merge_files(paths: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Merged:
+    """Merges files into a new, sealed one, by evidence: in any order, in any grouping, however often, with the same result.
+
+    Raises:
+        CacheError: A file cannot be read, or the result not be written.
+    """
+    target = _target(out)
+    tally = Tally()
+    with replacing(target) as scratch:
+        with contextlib.closing(Store(scratch, journal="delete")) as merged:
+            for path in paths:
+                with open_shared(Path(path)) as source:
+                    tally += merged.absorb(source.decisions(), source.environments(), source.misses())
+            found = tuple(conflict for records in merged.disputed() for conflict in conflicts(records))
+        digest, decisions = _finish(scratch)
+    exported = Exported(path=target, decisions=decisions, size_bytes=target.stat().st_size, sha256=digest)
+    return Merged(exported=exported, tally=tally, conflicts=found)
+
+
+def differences(one: DecisionStore, other: DecisionStore) -> Iterator[Difference]:
+    """Every key for which two stores do not believe in the same candidate; raises `StoreError`."""
+    first, second = _believed(one), _believed(other)
+    for place in sorted(first.keys() | second.keys(), key=str):
+        left, right = first.get(place), second.get(place)
+        if left is None or right is None or (left.candidate, left.revision) != (right.candidate, right.revision):
+            yield Difference(environment=place[0], key=place[1], one=left, other=right)
+
+
+def prune(
+    store: SqlStore | FolderStore,
+    *,
+    older_than: datetime | None = None,
+    environment: str | None = None,
+    op: str | None = None,
+) -> int:
+    """Removes decisions that meet every condition given, on a network file system from this host's file.
+
+    Returns:
+        How many.
+
+    Raises:
+        StoreError: They cannot be removed; none is.
+    """
+    target = store.own if isinstance(store, FolderStore) else store
+    return target.prune(older_than=older_than, environment=environment, op=op)
+
+
+@contextlib.contextmanager
+def open_shared(path: Path) -> Iterator[Store]:
+    """A file from elsewhere, for reading.
+
+    Raises:
+        CacheError: It cannot be read, or was changed after it was exported.
+    """
+    if not path.is_file():
+        raise StoreError(f"{path}: no such file", Fault.UNAVAILABLE)
+    live = Path(f"{path}-wal").exists()
+    if not live:
+        state = seal_state(path)
+        if state is SealState.BROKEN:
+            raise StoreError(f"{path}: was changed after it was exported (its seal is broken)", Fault.DAMAGED)
+        if state is SealState.NONE:
+            logger.info("%s: carries no seal, so it is no export; whether it is complete cannot be told", path)
+    with contextlib.closing(Store(path, read_only=True, immutable=not live)) as store:
+        yield store
+
+
+def _target(out: str | os.PathLike[str]) -> Path:
+    """The path to write, unless it is a file in use: SQLite would mix the new file with what lies beside the old one."""
+    target = Path(out)
+    if target.is_dir():
+        raise CacheError(f"{target}: is a folder")
+    for suffix in ("-wal", "-journal"):
+        if Path(f"{target}{suffix}").exists():
+            raise CacheError(
+                f"{target}: is in use; write elsewhere, or bring decisions to it with `tuner cache import`"
+            )
+    return target
+
+
+def _keep_only(path: Path, environment: str | None, op: str | None) -> None:
+    if environment is None and op is None:
+        return
+    with contextlib.closing(Store(path, journal="delete")) as store:
+        store.keep_only(environment=environment, op=op)
+
+
+def _finish(path: Path) -> tuple[str, int]:
+    """Makes a finished file of a scratch one: in rollback mode, compact, sealed, read-only."""
+    database = Database(path, journal="delete")
+    with contextlib.closing(database):
+        row = {
+            "id": 1,
+            "seal": BLANK,
+            "sealed_at": time_text(utc_now()),
+            "host": this_host(),
+            "product_version": schema.product_version(),
+        }
+
+        def blank(connection: Connection) -> int:
+            connection.exec_driver_sql("DELETE FROM seals")
+            connection.execute(insert(Seal), row)
+            return int(connection.exec_driver_sql("SELECT count(*) FROM decisions").scalar_one())
+
+        decisions = database.run(blank, write=True)
+        if _free_pages(database):
+            database.vacuum()
+    digest = seal(path)
+    os.chmod(path, path.stat().st_mode & 0o444)
+    return digest, decisions
+
+
+def _free_pages(database: Database) -> int:
+    """Pages of a file that hold nothing."""
+    return database.run(lambda connection: int(connection.exec_driver_sql("PRAGMA freelist_count").scalar_one()))
+
+
+def _imported(record: DecisionRecord) -> DecisionRecord:
+    """What this host measured itself stays its own, as when a backup comes home."""
+    if record.source == "measured" and record.host != this_host():
+        return replace(record, source="imported")
+    return record
+
+
+def _believed(store: DecisionStore) -> dict[tuple[str, KeyRecord], DecisionRecord]:
+    groups: dict[tuple[str, KeyRecord], list[DecisionRecord]] = {}
+    for record in store.decisions():
+        groups.setdefault((record.environment, record.key), []).append(record)
+    chosen = ((place, choose(records)) for place, records in groups.items())
+    return {place: record for place, record in chosen if record is not None}

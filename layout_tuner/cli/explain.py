@@ -1,0 +1,242 @@
+"""`tuner explain`: the candidates of a call side by side, as Ascend's compiler sees them, line by line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .common import console, print_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from layout_tuner.ascend.candidates import CandidateReport
+    from layout_tuner.ascend.compiler import Compiler
+    from layout_tuner.ascend.targets import Target
+    from layout_tuner.keys import Key
+    from layout_tuner.registry import OpSpec
+
+# How totals are shown: name, divisor, unit.
+ROWS: tuple[tuple[str, str, int], ...] = (
+    ("read from arguments, KiB", "bytes_in", 1024),
+    ("written to arguments, KiB", "bytes_out", 1024),
+    ("through the workspace, KiB", "workspace_bytes", 1024),
+    ("bursts", "bursts", 1),
+    ("bursts under 32 bytes", "short_bursts", 1),
+    ("strided loads", "strided_loads", 1),
+    ("strided stores", "strided_stores", 1),
+    ("deinterleaves", "deinterleaves", 1),
+    ("transposes", "transposes", 1),
+    ("scalarised elements", "scalarised_elements", 1),
+    ("scalar loads", "scalar_loads", 1),
+    ("flags and barriers", "syncs", 1),
+    ("vector calls", "vector_calls", 1),
+    ("cube calls", "cube_calls", 1),
+)
+
+
+def explain(
+    shape: Annotated[str, typer.Option(help="As in a shapes file: B=2,T=2048,H=4,HV=8,K=64,V=64,dtype=bf16.")],
+    target: Annotated[str, typer.Option(help="SoC to compile for, such as Ascend910B3.")],
+    op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
+    form: Annotated[str | None, typer.Option(help="A standard form's name, or a form; default: each of them.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Settings; default: tuner.toml here, if any.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+) -> None:
+    """Say why a kernel is slow: what each candidate moves and computes, what differs, and on which source line."""
+    from layout_tuner import ops as _ops  # noqa: F401  registers every op
+    from layout_tuner.ascend.candidates import cases_of, compile_candidates
+    from layout_tuner.ascend.targets import target_named
+    from layout_tuner.errors import UnsupportedProblemError
+
+    chip = target_named(target)
+    wanted, refused = wanted_keys(shape, op, form, config)
+    if refused and not wanted:
+        raise UnsupportedProblemError("explain", refused)
+    cases = [case for spec, key in wanted for case in cases_of(spec, key)]
+    with compiling(chip, config) as (compiler, progress, timeout_s):
+        reports = compile_candidates(cases, compiler, progress, timeout_s)
+    groups = [(key, [report for report in reports if report.key == key]) for _, key in wanted]
+    if json:
+        print_json({"target": target, "keys": [key_json(key, found) for key, found in groups], "refused": refused})
+    else:
+        for key, found in groups:
+            print_key(key, found, chip)
+        for reason in refused:
+            console().print(f"unsupported: {reason}", markup=False)
+    if refused or not all(report.ok for report in reports):
+        raise typer.Exit(1)
+
+
+def wanted_keys(
+    shape: str, op: str | None, form: str | None, config: Path | None
+) -> tuple[list[tuple[OpSpec, Key]], list[str]]:
+    """The keys that `--shape`, `--op` and `--form` name, and why some are left out.
+
+    Raises:
+        ConfigError: The shape cannot be used.
+    """
+    from layout_tuner import registry
+    from layout_tuner.config import Config
+    from layout_tuner.shapes import keys, parse_shapes
+
+    row: dict[str, Any] = parse_fields(shape)
+    if op is not None:
+        registry.lookup(op)
+        row["op"] = op
+    if form is not None:
+        row["forms"] = [form]
+    return keys(parse_shapes([row], "--shape"), Config.load(config).keys.bucket)
+
+
+def parse_fields(text: str) -> dict[str, Any]:
+    """`name=value,...` as a row of a shapes file; numbers and true or false are read as such.
+
+    Raises:
+        ConfigError: A part is no `name=value`.
+    """
+    from layout_tuner.errors import ConfigError
+
+    row: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or not name or not value:
+            raise ConfigError(f"--shape: {part!r} is not name=value")
+        if name in row:
+            raise ConfigError(f"--shape: {name} stands twice")
+        row[name] = int(value) if value.isdigit() else {"true": True, "false": False}.get(value, value)
+    return row
+
+
+@contextmanager
+def compiling(target: Target, config: Path | None) -> Iterator[tuple[Compiler, Any, float]]:
+    """The settings' compiler for a target, a progress callback that draws a bar on stderr, and the time limit."""
+    import platformdirs
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from layout_tuner.ascend.compiler import Compiler
+    from layout_tuner.ascend.toolchain import find_toolchain
+    from layout_tuner.config import Config
+
+    settings = Config.load(config).ascend
+    toolchain = find_toolchain(settings.python or None)
+    cache = platformdirs.user_cache_path("layout_tuner") / "ascend"
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with (
+        Compiler(toolchain, target, cache=cache, processes=settings.processes) as compiler,
+        Progress(*columns, console=console(stderr=True), transient=True) as bar,
+    ):
+        task = bar.add_task(f"compiling for {target.name}", total=None)
+        yield compiler, lambda done, total: bar.update(task, completed=done, total=total), settings.timeout_s
+
+
+def key_json(key: Key, reports: Sequence[CandidateReport]) -> dict[str, Any]:
+    """A key's candidates as one JSON object."""
+    import dataclasses
+
+    from layout_tuner.ascend.candidates import differing_lines
+    from layout_tuner.ascend.prediction import predict
+
+    prediction = predict(reports)
+    return {
+        "key": dataclasses.asdict(key),
+        "compiler": reports[0].compiler if reports else "",
+        "candidates": [report.to_json() for report in reports],
+        "differences": [
+            {"what": what, "source": source, "counts": dict(zip([r.candidate for r in reports], counts))}
+            for what, source, counts in differing_lines(reports)
+        ],
+        "prediction": prediction and dataclasses.asdict(prediction),
+    }
+
+
+def print_key(key: Key, reports: Sequence[CandidateReport], target: Target) -> None:
+    """A key's candidates side by side, what differs, what the compiler said, and what is predicted."""
+    from layout_tuner.ascend.prediction import predict
+
+    out = console()
+    out.print(f"{key}\non {target.name}, by {reports[0].compiler}", markup=False)
+    out.print(totals_table(reports, target))
+    differences = differences_table(reports)
+    if differences.row_count:
+        out.print(differences)
+    for report in reports:
+        for line in said(report):
+            out.print(f"{report.candidate}: {line}", markup=False)
+    prediction = predict(reports)
+    if prediction is not None:
+        out.print(f"predicted: {prediction.candidate}, the fewest work units (counts, not time)\n", markup=False)
+
+
+def totals_table(reports: Sequence[CandidateReport], target: Target) -> Table:
+    """Counts of the whole call, a column for each candidate."""
+    from rich.table import Table
+
+    from layout_tuner.ascend.prediction import units
+
+    table = Table(pad_edge=False)
+    table.add_column("the whole call", overflow="fold")
+    for report in reports:
+        table.add_column(report.candidate, justify="right", overflow="fold")
+    totals = [report.totals() if report.ok else None for report in reports]
+
+    def row(label: str, cells: Sequence[str]) -> None:
+        table.add_row(label, *cells)
+
+    row("kernels x programs x tasks", [launches_text(report) for report in reports])
+    for label, name, limit in (
+        ("UB bytes", "ub_bytes", target.ub_bytes),
+        ("L1 bytes", "l1_bytes", target.l1_bytes),
+        ("L0C bytes", "l0c_bytes", target.l0c_bytes),
+    ):
+        row(f"{label} of {limit:,}", ["-" if found is None else f"{found[name]:,.0f}" for found in totals])
+    for label, name, divisor in ROWS:
+        row(label, ["-" if found is None else f"{found[name] / divisor:,.0f}" for found in totals])
+    row("moved by relayouts, KiB", [f"{report.relayout_bytes / 1024:,.0f}" for report in reports])
+    row("vector work on both cores", [split_text(report) for report in reports])
+    row("work units", [f"{units(report):,.0f}" if report.ok else "-" for report in reports])
+    return table
+
+
+def launches_text(report: CandidateReport) -> str:
+    """Each launch's programs and tasks."""
+    return ", ".join(f"{kernel.grid} x {kernel.tasks}" for kernel in report.kernels) or "-"
+
+
+def split_text(report: CandidateReport) -> str:
+    """Whether both vector cores of a program share its vector work."""
+    words = {True: "yes", False: "no", None: "-"}
+    return ", ".join(words[kernel.facts.split] for kernel in report.kernels if kernel.facts is not None) or "-"
+
+
+def differences_table(reports: Sequence[CandidateReport]) -> Table:
+    """What candidates do differently, with the Python line."""
+    from rich.table import Table
+
+    from layout_tuner.ascend.candidates import differing_lines
+
+    compiled = [report for report in reports if report.ok]
+    table = Table(pad_edge=False)
+    table.add_column("what differs", overflow="fold")
+    table.add_column("source", overflow="fold")
+    for report in compiled:
+        table.add_column(report.candidate, justify="right", overflow="fold")
+    for what, source, counts in differing_lines(compiled):
+        table.add_row(what, source, *[f"{count:,.0f}" for count in counts])
+    return table
+
+
+def said(report: CandidateReport) -> list[str]:
+    """What went wrong or was given up in order to succeed."""
+    lines = [report.error] if report.error else []
+    for kernel in report.kernels:
+        if kernel.facts is None:
+            where = f" [{kernel.source}]" if kernel.source else ""
+            lines.append(f"{kernel.kernel} does not compile: {kernel.error}{where}")
+        else:
+            lines += [f"{kernel.kernel}: {note}" for note in kernel.facts.notes]
+    return lines

@@ -1,0 +1,200 @@
+"""`tuner warmup --target`: decisions predicted from Ascend's compiler, on a machine without an NPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from .common import console, print_json
+from .explain import compiling
+
+if TYPE_CHECKING:
+    from layout_tuner.ascend.candidates import CandidateReport
+    from layout_tuner.ascend.prediction import Prediction
+    from layout_tuner.cache.records import DecisionRecord, MeasurementRecord
+    from layout_tuner.keys import Key
+    from layout_tuner.registry import OpSpec
+
+
+def predict_shapes(
+    shapes: Path,
+    target: str,
+    *,
+    ops: Sequence[str] | None = None,
+    cache: Path | None = None,
+    config: Path | None = None,
+    json: bool = False,
+) -> None:
+    """Predict and store a decision for every key that shapes ask for.
+
+    Args:
+        shapes: Shapes file.
+        target: SoC to compile for.
+        ops: Only these ops.
+        cache: File of decisions; None takes the settings' one, else the user's cache folder.
+        config: Settings file; None finds it as `Config.load` does.
+        json: Print JSON instead of a table.
+
+    Raises:
+        ConfigError: Unknown target, unusable shapes, no toolchain; nothing was stored.
+        typer.Exit: With 1: some key has no candidate that compiles, or no kernel serves it.
+    """
+    from layout_tuner import ops as _ops  # noqa: F401  registers every op
+    from layout_tuner.ascend.candidates import cases_of, compile_candidates
+    from layout_tuner.ascend.prediction import predict
+    from layout_tuner.ascend.targets import target_named
+    from layout_tuner.cache.store import open_store
+    from layout_tuner.config import Config
+    from layout_tuner.shapes import keys, load_shapes
+
+    chip = target_named(target)
+    settings = Config.load(config)
+    wanted, refused = keys(load_shapes(shapes), settings.keys.bucket)
+    wanted = [(spec, key) for spec, key in wanted if ops is None or spec.name in ops]
+    open_keys = [(spec, key) for spec, key in wanted if not spec.nothing_to_choose(key)]
+    cases = [case for spec, key in open_keys for case in cases_of(spec, key)]
+    with compiling(chip, config) as (compiler, progress, timeout_s):
+        reports = compile_candidates(cases, compiler, progress, timeout_s)
+        version = compiler.version
+    rows = []
+    store = open_store(cache or settings.cache.path or None)
+    try:
+        for spec, key in open_keys:
+            found = [report for report in reports if report.key == key]
+            prediction = predict(found)
+            if prediction is None:
+                rows.append((key, found, None))
+                continue
+            decision = decision_record(spec, key, found, prediction, target)
+            store.publish(decision, environment_record(target, version))
+            rows.append((key, found, decision))
+        name = store.name
+    finally:
+        store.close()
+    if json:
+        print_json(summary_json(target, version, name, rows, refused))
+    else:
+        print_summary(target, version, name, rows, refused)
+    if refused or any(not all(report.ok for report in found) for _, found, _ in rows):
+        raise typer.Exit(1)
+
+
+def environment_record(target: str, compiler: str) -> Any:
+    """The namespace of predictions for a SoC."""
+    from layout_tuner.cache.records import EnvironmentRecord
+    from layout_tuner.environment import PREDICTED
+
+    return EnvironmentRecord(id=f"{PREDICTED}{target}", facts={"model": target, "compiler": compiler})
+
+
+def decision_record(
+    spec: OpSpec, key: Key, reports: Sequence[CandidateReport], prediction: Prediction, target: str
+) -> DecisionRecord:
+    """A prediction as the cache stores it: counts and the compiler's version as evidence, and no time."""
+    from layout_tuner import __version__
+    from layout_tuner.ascend.candidates import chip_of
+    from layout_tuner.ascend.targets import target_named
+    from layout_tuner.cache.records import DecisionRecord
+    from layout_tuner.decisions import key_record
+    from layout_tuner.environment import PREDICTED
+
+    return DecisionRecord(
+        key=key_record(key),
+        environment=f"{PREDICTED}{target}",
+        candidate=prediction.candidate,
+        revision=spec.revision,
+        default_candidate=spec.default(key, chip_of(target_named(target))).id,
+        source="predicted",
+        measurements=tuple(measurement_record(report, prediction) for report in reports),
+        version=__version__,
+    )
+
+
+def measurement_record(report: CandidateReport, prediction: Prediction) -> MeasurementRecord:
+    """What was counted of a candidate."""
+    from layout_tuner.cache.records import MeasurementRecord
+
+    if not report.ok:
+        failed = next((kernel for kernel in report.kernels if kernel.facts is None), None)
+        overflow = failed is not None and failed.overflow is not None
+        return MeasurementRecord(
+            candidate=report.candidate,
+            revision=report.revision,
+            state="failed",
+            reason=prediction.rejected[report.candidate][:2000],
+            failure="overflow" if overflow else "compile",
+        )
+    facts: dict[str, str | int | float | bool | None] = {
+        "compiler": report.compiler,
+        "work units": prediction.units[report.candidate],
+        "relayout bytes": report.relayout_bytes,
+        **{name.replace("_", " "): value for name, value in report.totals().items()},
+    }
+    return MeasurementRecord(candidate=report.candidate, revision=report.revision, state="ok", counts=facts)
+
+
+def print_summary(
+    target: str, compiler: str, store: str, rows: Sequence[tuple[Key, Any, DecisionRecord | None]], refused: list[str]
+) -> None:
+    """A row for each candidate of each key."""
+    from rich.table import Table
+
+    from .explain import said
+
+    out = console()
+    table = Table(pad_edge=False)
+    for heading in ("op", "key", "candidate"):
+        table.add_column(heading, overflow="fold")
+    table.add_column("work units", justify="right")
+    table.add_column("", overflow="fold")
+    for key, reports, decision in rows:
+        units: Mapping[str, Any] = (
+            {found.candidate: found.counts.get("work units") for found in decision.measurements} if decision else {}
+        )
+        for place, report in enumerate(reports):
+            number = units.get(report.candidate)
+            wins = decision is not None and decision.candidate == report.candidate
+            table.add_row(
+                key.op if place == 0 else "",
+                f"{key.sizes} {key.dtype}{' packed' if key.varlen else ''}\n{key.form}" if place == 0 else "",
+                report.candidate,
+                "-" if number is None else f"{number:,.0f}",
+                "PREDICTED" if wins else "" if report.ok else "; ".join(said(report)),
+            )
+        table.add_section()
+    if rows:
+        out.print(table)
+    for reason in refused:
+        out.print(f"unsupported: {reason}", markup=False)
+    count = sum(decision is not None for _, _, decision in rows)
+    out.print(
+        f"{count} predicted for {target} by {compiler}: counts, not times; any measurement replaces them; "
+        f"decisions in {store}",
+        markup=False,
+    )
+
+
+def summary_json(
+    target: str, compiler: str, store: str, rows: Sequence[tuple[Key, Any, DecisionRecord | None]], refused: list[str]
+) -> dict[str, Any]:
+    """The same as one JSON object."""
+    from .decisions import decision_json
+    from .explain import said
+
+    return {
+        "target": target,
+        "compiler": compiler,
+        "store": store,
+        "refused": refused,
+        "keys": [
+            {
+                "key": str(key),
+                "decision": decision_json(decision) if decision else None,
+                "failed": {report.candidate: said(report) for report in reports if not report.ok},
+            }
+            for key, reports, decision in rows
+        ],
+    }
