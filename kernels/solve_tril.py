@@ -163,23 +163,23 @@ def solve_blocks(
         store_block(p_X, b_10, 1, 0, o_h, length, HV, BT)
     if BT > 32:
         b_22 = invert_block(b_22, BY_ROWS, DOT_PRECISION)
-        b_20 = product(b_20, b_00, DOT_PRECISION) + product(b_21, b_10, DOT_PRECISION)
-        b_20 = -product(b_22, b_20, DOT_PRECISION)
+        # Differences, not negated sums: ascendnpu-ir 1.2.0 drops the first of two batched products that are added.
+        b_20 = -product(b_20, b_00, DOT_PRECISION) - product(b_21, b_10, DOT_PRECISION)
+        b_20 = product(b_22, b_20, DOT_PRECISION)
         b_21 = -product(b_22, product(b_21, b_11, DOT_PRECISION), DOT_PRECISION)
         store_block(p_X, b_22, 2, 2, o_h, length, HV, BT)
         store_block(p_X, b_20, 2, 0, o_h, length, HV, BT)
         store_block(p_X, b_21, 2, 1, o_h, length, HV, BT)
 
         b_33 = invert_block(b_33, BY_ROWS, DOT_PRECISION)
-        b_30 = product(b_30, b_00, DOT_PRECISION)
-        b_30 += product(b_31, b_10, DOT_PRECISION)
-        b_30 += product(b_32, b_20, DOT_PRECISION)
-        b_31 = product(b_31, b_11, DOT_PRECISION) + product(b_32, b_21, DOT_PRECISION)
-        b_32 = product(b_32, b_22, DOT_PRECISION)
+        b_30 = -product(b_30, b_00, DOT_PRECISION) - product(b_31, b_10, DOT_PRECISION)
+        b_30 -= product(b_32, b_20, DOT_PRECISION)
+        b_31 = -product(b_31, b_11, DOT_PRECISION) - product(b_32, b_21, DOT_PRECISION)
+        b_32 = -product(b_32, b_22, DOT_PRECISION)
         store_block(p_X, b_33, 3, 3, o_h, length, HV, BT)
-        store_block(p_X, -product(b_33, b_30, DOT_PRECISION), 3, 0, o_h, length, HV, BT)
-        store_block(p_X, -product(b_33, b_31, DOT_PRECISION), 3, 1, o_h, length, HV, BT)
-        store_block(p_X, -product(b_33, b_32, DOT_PRECISION), 3, 2, o_h, length, HV, BT)
+        store_block(p_X, product(b_33, b_30, DOT_PRECISION), 3, 0, o_h, length, HV, BT)
+        store_block(p_X, product(b_33, b_31, DOT_PRECISION), 3, 1, o_h, length, HV, BT)
+        store_block(p_X, product(b_33, b_32, DOT_PRECISION), 3, 2, o_h, length, HV, BT)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "TASKS"])

@@ -95,7 +95,7 @@ def chunk_bwd_dqkwg_tiles(
     Two accumulators of 64 x 64 and what they are added to fill the registers of four warps; wider tiles spill. On
     Ascend dg is formed from the values: no row per head stays alive across the loop over K.
     """
-    widest = 32 if chip == "cuda" and element_bytes == 4 else 64
+    widest = 32 if element_bytes == 4 else 64
     return min(BT, 32), power_of_two(K, 16, widest), power_of_two(V, 16, widest), chip == "ascend"
 
 

@@ -44,14 +44,22 @@ class Experiment:
         key: The key, T as it is tuned.
         device: Where to run.
         call: Arguments of the key; None makes them.
+        problem: The key on the device; None makes it, with every other op at its default variant.
     """
 
-    def __init__(self, spec: OpSpec, key: Key, device: torch.device, call: Call | None = None) -> None:
+    def __init__(
+        self,
+        spec: OpSpec,
+        key: Key,
+        device: torch.device,
+        call: Call | None = None,
+        problem: Problem | None = None,
+    ) -> None:
         devices.require_running(spec.name, key.dtype, device)
         self.spec = spec
         self._call = call
         self.device = device
-        self.problem = Problem(key=key, chip=devices.chip(device))
+        self.problem = problem or Problem(key=key, chip=devices.chip(device))
         self.key = key
 
     @functools.cached_property

@@ -141,7 +141,7 @@ def synthesize(
     sizes["N"] = len(drawing.cu_seqlens) - 1 if drawing.cu_seqlens is not None else key.B
     tensors = []
     for operand in spec.operands:
-        if operand.optional and operand.name not in form:
+        if not given(operand, form):
             tensors.append(None)
             continue
         dims = operand.shape_symbols(form.flag("state_v_first"))
@@ -153,6 +153,13 @@ def synthesize(
         scalars=(None,) * len(spec.scalars),
         cu_seqlens=drawing.cu_seqlens.to(device) if drawing.cu_seqlens is not None else None,
     )
+
+
+def given(operand: Operand, form: Form) -> bool:
+    """Whether a form brings an operand."""
+    if operand.given_with:
+        return all(form.flag(option) for option in operand.given_with)
+    return not operand.optional or operand.name in form
 
 
 def make(

@@ -54,7 +54,8 @@ class Form:
     """The parsed text of a key's `form`.
 
     Attributes:
-        entries: Name to value; for a tensor `dtype` or `dtype@ARRIVAL`, for a flag `1`, for a number its digits.
+        entries: Name to value. For a time-axis tensor `dtype@ARRIVAL`; for another `1` where its dtype is the key's,
+            else its dtype; for a flag `1`; for a number its digits.
     """
 
     entries: Mapping[str, str]
@@ -63,9 +64,9 @@ class Form:
         return name in self.entries
 
     def dtype(self, operand: str) -> str | None:
-        """The dtype of an operand the form names, by torch's name; None where it names none."""
-        value = self.entries.get(operand)
-        return value.partition("@")[0] if value else None
+        """The dtype of an operand the form names, by torch's name; None where that is the key's."""
+        value = self.entries.get(operand, "1")
+        return None if value == "1" else value.partition("@")[0]
 
     def arrival(self, operand: str) -> Layout | None:
         """The layout a time-axis operand arrives in; None where the form does not say."""

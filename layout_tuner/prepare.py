@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -26,10 +27,11 @@ class Prepared:
         bare: Whether operands arrive in the plan's layouts and results may stay in them: the kernels alone.
     """
 
-    __slots__ = ("BT", "candidate", "contiguous", "device", "launch", "moves", "packed", "restore")
+    __slots__ = ("BT", "candidate", "contiguous", "device", "launch", "moves", "packed", "proven", "restore")
 
     def __init__(self, spec: OpSpec, problem: Problem, candidate: Candidate, call: Call, *, bare: bool = False) -> None:
         self.candidate = candidate
+        self.proven = False  # whether it has run once: kernels compile and fail at their first launch
         self.launch: Launch = spec.bind(problem, candidate)
         self.BT = problem.BT
         self.packed = call.cu_seqlens is not None
@@ -43,13 +45,13 @@ class Prepared:
         self.moves: tuple[tuple[int, Layout], ...] = ()
         self.restore: tuple[int, ...] = ()
         if not bare:
-            self.moves = tuple(
-                (i, candidate.plan[operand.name])
-                for i, (operand, tensor) in enumerate(zip(spec.operands, call.tensors))
-                if tensor is not None
-                and operand.time_axis
-                and must_move(tensor, candidate.plan[operand.name])
-            )
+            found = enumerate(zip(spec.operands, call.tensors))
+            arriving = [(i, o.name, t) for i, (o, t) in found if t is not None and o.time_axis]
+            wanted = {
+                name: candidate.plan[name] if spec.moves_inputs else as_read(layouts.arrival(tensor))
+                for _, name, tensor in arriving
+            }
+            self.moves = tuple((i, wanted[name]) for i, name, tensor in arriving if must_move(tensor, wanted[name]))
             self.restore = tuple(i for i, out in enumerate(spec.outputs) if candidate.plan.t_contig(out.name))
 
     def __call__(
@@ -66,11 +68,15 @@ class Prepared:
         if self.device is None:
             results = self.launch(*tensors, *scalars, cu_seqlens, chunk_indices)
         else:
-            with devices.guard(self.device):
+            with self.on_device():
                 results = self.launch(*tensors, *scalars, cu_seqlens, chunk_indices)
         if self.restore:
             results = self.row_major(results)
         return results
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """Makes the operands' device the current one, where that may be another."""
+        return nullcontext() if self.device is None else devices.guard(self.device)
 
     def arrange(self, tensors: Tensors) -> list[torch.Tensor | None]:
         """The operands as the kernel wants them: row-major, and time-axis operands in the plan's layouts."""
@@ -89,6 +95,11 @@ class Prepared:
             if tensor is not None:
                 back[i] = layouts.relayout(tensor, Layout.STRIDE_HV)
         return tuple(back)
+
+
+def as_read(found: Layout) -> Layout:
+    """The layout in which an op that reads any layout takes an operand: as it is, rows where it is neither."""
+    return Layout.T_CONTIG if found is Layout.T_CONTIG else Layout.STRIDE_HV
 
 
 def must_move(tensor: torch.Tensor, wanted: Layout) -> bool:

@@ -48,6 +48,8 @@ class Operand:
         dtypes: Accepted dtypes; empty means those of the main tensor.
         must_match: Whether its dtype has to be the main tensor's.
         dims_v_first: Its shape where the option `state_v_first` is set, if another.
+        given_with: Options that, all set, bring it, though no caller passes it: the gradient of an output, which
+            autograd hands over later. Forms do not name it.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Operand:
     dtypes: tuple[str, ...] = DTYPES
     must_match: bool = True
     dims_v_first: str = ""
+    given_with: tuple[str, ...] = ()
 
     def shape_symbols(self, state_v_first: bool) -> list[str]:
         """The symbols of its shape."""
@@ -147,10 +150,12 @@ class Problem:
         key: The key, T as the call has it or as its bucket rounds it.
         chip: The device the kernels run on.
         form: The key's form, parsed.
+        variant_of: The variant that is stored as best for a key of another op; an op made of others asks it.
     """
 
     key: Key
     chip: Chip
+    variant_of: Callable[[OpSpec, Key], str | None] = lambda spec, key: None
     form: Form = field(init=False)
 
     def __post_init__(self) -> None:
@@ -190,6 +195,8 @@ class OpSpec:
         variants: Kernel variants, the default first; a mapping by chip kind may override it.
         default_variants: Default variant for a chip kind where it is not the first.
         sources: Modules under `layout_tuner.kernels` whose text makes a variant's revision.
+        moves_inputs: Whether time-axis operands are copied into the plan's layouts ahead of the launch; an op whose
+            kernels read any layout leaves them (only OTHER is copied, to STRIDE_HV).
         bind: Builds the launch of a candidate for a problem. The launch takes the operands, then the scalars, then
             `cu_seqlens` and `chunk_indices`, with time-axis operands in the plan's layout, and returns every output.
         reference: The oracle: same operands and options by name, results in the order of `outputs`.
@@ -209,6 +216,7 @@ class OpSpec:
     variants: tuple[str, ...]
     default_variants: Mapping[str, str] = field(default_factory=dict)
     sources: tuple[str, ...]
+    moves_inputs: bool = True
     bind: Callable[[Problem, Candidate], Launch]
     reference: Callable[..., object]
     forms: Mapping[str, str]
@@ -260,13 +268,15 @@ class OpSpec:
         entries: dict[str, str] = {}
         main = dtype_name(call.tensors[0])
         for operand, tensor in zip(self.operands, call.tensors):
-            if tensor is None:
+            if tensor is None or operand.given_with:
                 continue
             dtype = dtype_name(tensor)
             if operand.time_axis:
                 entries[operand.name] = f"{dtype}@{arrival(tensor).value}"
-            elif operand.optional or dtype != main:
+            elif dtype != main:
                 entries[operand.name] = dtype
+            elif operand.optional:
+                entries[operand.name] = "1"
         for option, value in zip(self.options, call.options):
             if isinstance(value, bool):
                 if value != option.default:
@@ -335,6 +345,14 @@ class OpSpec:
     def nothing_to_choose(self, key: Key) -> bool:
         """Whether the key is never tuned: one head or one token, where every layout is the same memory."""
         return key.HV == 1 or key.T == 1
+
+    def canonical_form(self, form: str, dtype: str) -> str:
+        """The form as a call of main dtype `dtype` would have it: a dtype that goes without saying is not said."""
+        entries = dict(parse_form(form).entries)
+        for operand in self.operands:
+            if operand.optional and not operand.time_axis and entries.get(operand.name) == dtype:
+                entries[operand.name] = "1"
+        return form_text(entries)
 
     def form_named(self, name: str) -> str:
         """The form text of a standard form's name, or the text itself where it is a form already.

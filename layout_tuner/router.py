@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -30,6 +30,7 @@ from .environment import Environment, environment
 from .errors import CacheError, LayoutTunerError, TuningError
 from .experiment import Experiment
 from .keys import Key, bucketed
+from .layouts import Layout
 from .measure import EventTimer, HostTimer, Timer
 from .prepare import Prepared
 from .registry import Call, Candidate, OpSpec, Outputs, Problem, Value
@@ -83,37 +84,63 @@ class Router:
 
     # -- one call ----------------------------------------------------------------------------------------------
 
-    def miss(self, spec: OpSpec, signature: Signature, call: Call) -> Outputs:
-        """Check a call, choose for it, prepare the choice, run it, and remember it where it may be remembered.
-
-        A stored candidate that fails at its first launch is put aside for this process and the default runs.
+    def resolve(self, spec: OpSpec, signature: Signature, call: Call) -> Prepared:
+        """Check a call that missed, choose for its key, prepare the choice, and remember it where it may be.
 
         Raises:
             TypeError, ValueError, UnsupportedProblemError: The call itself is wrong.
         """
-        arguments = (call.tensors, call.scalars, call.cu_seqlens, call.chunk_indices)
         key = spec.key(call)
         device = present(call).device
         devices.require_running(spec.name, key.dtype, device)
-        problem = Problem(key=key, chip=devices.chip(device))
         choice = self.choose(spec, key, device)
-        prepared = Prepared(spec, problem, choice.candidate, call)
-        default = spec.default(key, problem.chip)
-        try:
-            results = prepared(*arguments)
-        except Exception as error:  # any fault of a chosen candidate must leave the call as if it had not been chosen
-            if choice.candidate == default:
-                raise
-            log.warning("%s: %s failed (%s): running %s", key, choice.candidate.id, error, default.id)
-            choice = Choice(candidate=default, source="default")
-            self.choices[bucketed(key, self.config.keys.bucket), environment(device).id] = choice
-            prepared = Prepared(spec, problem, default, call)
-            results = prepared(*arguments)
+        prepared = Prepared(spec, self.problem(key, device), choice.candidate, call)
         if choice.frozen:
-            if len(self.prepared) >= MOST_SIGNATURES:
-                self.prepared.clear()
-            self.prepared[signature] = prepared
-        return results
+            self.remember(signature, prepared)
+        return prepared
+
+    def recover(self, spec: OpSpec, signature: Signature, call: Call, failed: Prepared, error: Exception) -> Prepared:
+        """The default in place of a chosen candidate that failed to launch, for this key and process.
+
+        Raises:
+            Exception: `error` itself, where what failed is the default.
+        """
+        key, device = spec.key(call), present(call).device
+        default = spec.default(key, devices.chip(device))
+        if failed.candidate == default:
+            raise error
+        log.warning("%s: %s failed (%s): running %s", key, failed.candidate.id, first_line(error), default.id)
+        choice = Choice(candidate=default, source="default")
+        self.choices[bucketed(key, self.config.keys.bucket), environment(device).id] = choice
+        prepared = Prepared(spec, self.problem(key, device), default, call)
+        self.remember(signature, prepared)
+        return prepared
+
+    def remember(self, signature: Signature, prepared: Prepared) -> None:
+        """Make a signature a hit from now on."""
+        if len(self.prepared) >= MOST_SIGNATURES:
+            self.prepared.clear()
+        self.prepared[signature] = prepared
+
+    def problem(self, key: Key, device: torch.device) -> Problem:
+        """A key on a device, with the variants stored for the ops it may be made of."""
+
+        def variant_of(spec: OpSpec, stage: Key) -> str | None:
+            return self.stored_variant(spec, stage, device)
+
+        return Problem(key=key, chip=devices.chip(device), variant_of=variant_of)
+
+    def stored_variant(self, spec: OpSpec, key: Key, device: torch.device) -> str | None:
+        """The variant stored as best for a key, or for the same call with its time-axis operands as models make them."""
+        if not self.tuning:
+            return None
+        key = bucketed(key, self.config.keys.bucket)
+        as_made = replace(key, form=key.form.replace(Layout.T_CONTIG.value, Layout.STRIDE_HV.value))
+        for asked in dict.fromkeys((key, as_made)):
+            found = self.stored_decision(spec, asked, device)
+            if found is not None:
+                return found.candidate.partition("/")[0]
+        return None
 
     # -- the choice for a key ----------------------------------------------------------------------------------
 
@@ -217,7 +244,7 @@ class Router:
             UnsupportedProblemError: Nothing runs the key on this device.
         """
         where = environment(device)
-        experiment = Experiment(spec, key, device)
+        experiment = Experiment(spec, key, device, problem=self.problem(key, device))
         default = spec.default(key, experiment.problem.chip)
         measure = self.config.measure
         if where.interpreted:  # its times mean nothing, so few do
@@ -314,15 +341,14 @@ def current() -> Router:
     return _current
 
 
-def call(
+def find(
     spec: OpSpec,
     tensors: tuple[torch.Tensor | None, ...],
     options: tuple[Value, ...],
-    scalars: tuple[float | None, ...],
     cu_seqlens: torch.Tensor | None = None,
     chunk_indices: torch.Tensor | None = None,
-) -> Outputs:
-    """Run an op: its prepared launch for this signature, or the way there."""
+) -> tuple[Router, Signature, Prepared]:
+    """What runs a call: the newest entry's prepared launch for the call's signature."""
     router = _current
     signature = (
         spec.name,
@@ -332,12 +358,32 @@ def call(
         *[facts(tensor) for tensor in tensors],
     )
     prepared = router.prepared.get(signature)
-    if prepared is not None:
+    if prepared is None:
+        arguments = Call(tensors=tensors, options=options, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices)
+        prepared = router.resolve(spec, signature, arguments)
+    return router, signature, prepared
+
+
+def call(
+    spec: OpSpec,
+    tensors: tuple[torch.Tensor | None, ...],
+    options: tuple[Value, ...],
+    scalars: tuple[float | None, ...],
+    cu_seqlens: torch.Tensor | None = None,
+    chunk_indices: torch.Tensor | None = None,
+) -> Outputs:
+    """Run an op. A chosen candidate that fails to launch is put aside and the default runs in its place."""
+    router, signature, prepared = find(spec, tensors, options, cu_seqlens, chunk_indices)
+    if prepared.proven:
         return prepared(tensors, scalars, cu_seqlens, chunk_indices)
-    arguments = Call(
-        tensors=tensors, options=options, scalars=scalars, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices
-    )
-    return router.miss(spec, signature, arguments)
+    try:
+        results = prepared(tensors, scalars, cu_seqlens, chunk_indices)
+    except Exception as error:  # any fault of a chosen candidate must leave the call as if it had not been chosen
+        arguments = Call(tensors=tensors, options=options, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices)
+        prepared = router.recover(spec, signature, arguments, prepared, error)
+        results = prepared(tensors, scalars, cu_seqlens, chunk_indices)
+    prepared.proven = True
+    return results
 
 
 def facts(tensor: torch.Tensor | None) -> object:

@@ -198,5 +198,5 @@ def key_of(spec: OpSpec, shape: Shape, T: int, form: str) -> Key:
         **{name: size if name in spec.sizes else 0 for name, size in sizes.items()},
         varlen=shape.varlen or shape.cu_seqlens is not None,
         dtype=shape.dtype,
-        form=form,
+        form=spec.canonical_form(form, shape.dtype),
     )

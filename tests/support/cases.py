@@ -30,7 +30,7 @@ def key_for(spec: OpSpec, form: str, dtype: str = "float32", varlen: bool = Fals
         **{name: size if name in spec.sizes else 0 for name, size in wanted.items()},
         varlen=varlen,
         dtype=dtype,
-        form=form,
+        form=spec.canonical_form(form, dtype),
     )
 
 

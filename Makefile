@@ -1,0 +1,54 @@
+# Everything a newcomer needs: `make warmup` and `make test` on a fresh Linux machine with Python >= 3.11.
+#
+#   TORCH    the torch to install, e.g. TORCH=torch==2.10.0 beside torch-npu
+#   EXTRAS   what to install beside it: cpu (Triton and its interpreter), cuda, npu
+#   PYTHON   the interpreter .venv is made with
+#   JOBS     test processes at a time
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+EXTRAS ?= cpu
+JOBS ?= 2
+SHAPES ?= examples/shapes.json
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: help install warmup test test-all lint clean
+
+help:
+	@sed -n 's/^## //p' $(MAKEFILE_LIST)
+
+$(INSTALLED): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25"
+	$(BIN)/python -m pip install --quiet "$(TORCH)" -e ".[$(EXTRAS),dev]"
+	touch $@
+
+## make install     make .venv once and install into it
+install: $(INSTALLED)
+
+## make warmup      tune examples/shapes.json (or SHAPES=...) on the accelerator there is, else in the interpreter
+warmup: $(INSTALLED)
+	$(BIN)/tuner warmup --shapes $(SHAPES)
+
+## make test        every test but the ones marked nightly; the simulated NPU's run in a process of their own
+test: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) -m "not nightly and not ascend"
+	OMP_NUM_THREADS=1 LAYOUT_TUNER_TEST_NPU=1 $(BIN)/pytest -q tests/npu
+
+## make test-all    the nightly ones too
+test-all: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) -m "not ascend"
+	OMP_NUM_THREADS=1 LAYOUT_TUNER_TEST_NPU=1 $(BIN)/pytest -q tests/npu
+
+## make lint        ruff and mypy; types are checked on the tree that ships
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf build
+	$(BIN)/python -m pip install --quiet --no-deps --target build/typecheck .
+	$(BIN)/mypy --config-file pyproject.toml build/typecheck/layout_tuner
+
+clean:
+	rm -rf .venv .venv-ascend build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache

@@ -1,0 +1,600 @@
+"""`chunk_gated_delta_rule`: the whole op, forward and backward, as one decision about layouts.
+
+The kernel that produces the cumulative gate writes it in the layout that every stage after it reads, and the backward
+receives the same storage, so no stage copies a gate. The chain is an op of its own with the candidates STRIDE_HV and
+T_CONTIG; each stage's kernel variant is the one stored for that stage, else its default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from layout_tuner.kernels import l2norm as l2norm_kernels
+from layout_tuner.kernels import tiling
+
+from .. import launcher, layouts, reference, registry, router
+from ..errors import UnsupportedProblemError
+from ..keys import Key, form_text
+from ..layouts import Layout, LayoutPlan
+from ..packing import prepare_chunk_indices
+from ..registry import Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
+
+RCP_LN2 = 1.4426950408889634
+L2NORM_EPS = 1e-6
+
+Tensor = torch.Tensor
+
+
+def chunk_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    chunk_indices: torch.Tensor | None = None,
+    cp_context: object | None = None,
+    *,
+    use_gate_in_kernel: bool = False,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    chunk_size: int = 64,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gated delta rule over whole sequences, with gradients.
+
+    S = exp(g[t]) S;  S = S + k[t] (beta[t] (v[t] - k[t]^T S))^T;  o[t] = scale * q[t]^T S
+
+    Args:
+        q: Queries `[B, T, H, K]`, fp32, bf16 or fp16.
+        k: Keys `[B, T, H, K]`, the dtype of q.
+        v: Values `[B, T, HV, V]`, the dtype of q; HV a multiple of H.
+        g: Gate `[B, T, HV]`, natural log, at most 0 where S is not to grow, any float dtype and layout; with
+            `use_gate_in_kernel` what the gate is computed from. None: no gate.
+        beta: Strength of each update `[B, T, HV]`, any float dtype and layout.
+        scale: None: `K ** -0.5`.
+        initial_state: `[N, HV, K, V]`, N sequences (B where not packed); None: zeros.
+        output_final_state: Whether the states after the last token are wanted.
+        use_qk_l2norm_in_kernel: Divide q and k by `sqrt(sum(x**2) + 1e-6)` first.
+        use_beta_sigmoid_in_kernel: beta is `sigmoid(beta)`.
+        allow_neg_eigval: beta is twice that.
+        state_v_first: Whether all states are `[..., V, K]`.
+        cu_seqlens: Sequence starts of a packed batch `[N + 1]`, int32 or int64; needs B == 1.
+        cu_seqlens_cpu: The same on the host, where the caller has them: nothing waits for the device then.
+        chunk_indices: `prepare_chunk_indices(cu_seqlens, chunk_size)`, where the caller has it.
+        cp_context: Has to be None: context parallelism is not served.
+        use_gate_in_kernel: The gate is `-exp(A_log) * softplus(g + dt_bias)`.
+        A_log: `[HV]`, any shape of HV elements.
+        dt_bias: `[HV]`, likewise; None: 0.
+        chunk_size: Tokens of a chunk: 16, 32 or 64.
+
+    Returns:
+        `(o, final_state)`: `[B, T, HV, V]` in q's dtype, zero for tokens outside every sequence; `[N, HV, K, V]`, fp32,
+        or None. Gradients flow to q, k, v, g, beta, initial_state, A_log and dt_bias.
+
+    Raises:
+        ValueError: Shapes, dtypes or devices that do not fit together, or options that contradict each other.
+        UnsupportedProblemError: K or V above 256, another chunk size, a `cp_context`, or CPU tensors outside Triton's
+            interpreter.
+
+    Source: Yang, Kautz, Hatamizadeh 2024, Gated Delta Networks, arXiv:2412.06464, section 3.3.
+    """
+    _check_options(g, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel, A_log, dt_bias, cp_context)
+    if not use_gate_in_kernel:
+        A_log = dt_bias = None
+    A_log = None if A_log is None else A_log.reshape(-1)
+    dt_bias = None if dt_bias is None else dt_bias.reshape(-1)
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if cu_seqlens is not None and cu_seqlens_cpu is not None and chunk_indices is None:
+        chunk_indices = prepare_chunk_indices(cu_seqlens, chunk_size, cu_seqlens_cpu)
+    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    grad = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    options = (
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        state_v_first,
+        use_gate_in_kernel,
+        chunk_size,
+        grad,
+    )
+    call = _Call(options=options, scale=scale, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices)
+    if grad:
+        o, final_state = _Function.apply(call, *tensors)
+        return o, final_state
+    (o, final_state), _ = _forward(call, tensors)
+    return o, final_state
+
+
+def _check_options(
+    g: Tensor | None,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    use_gate_in_kernel: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    cp_context: object | None,
+) -> None:
+    """Refuse options that contradict each other, all at once."""
+    faults = []
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        faults.append("allow_neg_eigval: wanted use_beta_sigmoid_in_kernel with it")
+    if use_gate_in_kernel:
+        faults += [f"{name}: wanted with use_gate_in_kernel, got None" for name, x in (("g", g), ("A_log", A_log))
+                   if x is None]  # fmt: skip
+    if faults:
+        raise ValueError("chunk_gated_delta_rule: " + "; ".join(faults))
+    if cp_context is not None:
+        raise UnsupportedProblemError("chunk_gated_delta_rule", ["cp_context: context parallelism is not served"])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Call:
+    """What a call says beside its tensors."""
+
+    options: tuple[bool | int, ...]
+    scale: float | None
+    cu_seqlens: Tensor | None
+    chunk_indices: Tensor | None
+
+
+class Saved(NamedTuple):
+    """What the forward leaves for the backward, in the layouts of the chain's plan."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    beta: Tensor
+    A: Tensor
+    initial_state: Tensor | None
+    q_rstd: Tensor | None
+    k_rstd: Tensor | None
+    raw_g: Tensor | None
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+
+
+class Gradients(NamedTuple):
+    """Gradients of the inputs; None where none was asked for or the input is absent."""
+
+    dq: Tensor | None
+    dk: Tensor | None
+    dv: Tensor | None
+    dg: Tensor | None
+    dbeta: Tensor | None
+    dA_log: Tensor | None
+    ddt_bias: Tensor | None
+    dh0: Tensor | None
+
+
+def _forward(call: _Call, tensors: Sequence[Tensor | None]) -> tuple[tuple[Tensor, Tensor | None], tuple[Chain, Saved]]:
+    """Run the forward of what the router chooses; the chosen chain runs the backward too."""
+    operands = (*tensors, None, None)
+    found, signature, prepared = router.find(SPEC, operands, call.options, call.cu_seqlens, call.chunk_indices)
+
+    def run() -> tuple[tuple[Tensor, Tensor | None], tuple[Chain, Saved]]:
+        chain = prepared.launch
+        assert isinstance(chain, Chain)
+        arranged = prepared.arrange(operands)[:-2] if prepared.contiguous or prepared.moves else tensors
+        with prepared.on_device():
+            o, final_state, saved = chain.forward(*arranged, call.scale, call.cu_seqlens, call.chunk_indices)
+        return (o, final_state), (chain, saved)
+
+    if prepared.proven:
+        return run()
+    try:
+        results = run()
+    except Exception as error:  # any fault of a chosen candidate must leave the call as if it had not been chosen
+        arguments = registry.Call(
+            tensors=operands, options=call.options, cu_seqlens=call.cu_seqlens, chunk_indices=call.chunk_indices
+        )
+        prepared = found.recover(SPEC, signature, arguments, prepared, error)
+        results = run()
+    prepared.proven = True
+    return results
+
+
+class _Function(torch.autograd.Function):
+    """The chain for autograd; the backward runs the chain that its forward chose and looks nothing up."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        with torch.autocast(present(tensors[0]).device.type, enabled=False):
+            (o, final_state), (chain, saved) = _forward(call, tensors)
+        ctx.save_for_backward(*saved)
+        ctx.chain, ctx.call = chain, call
+        ctx.set_materialize_grads(False)
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+        return o, final_state
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = Saved(*ctx.saved_tensors)
+        with torch.autocast(saved.q.device.type, enabled=False):
+            if do is None:
+                do = torch.zeros_like(saved.v)
+            call: _Call = ctx.call
+            gradients = ctx.chain.backward(
+                saved, do, dht, ctx.needs_input_grad[1:], call.scale, call.cu_seqlens, call.chunk_indices
+            )
+        cast = [
+            None if gradient is None or dtype is None else gradient.to(dtype)
+            for gradient, dtype in zip(gradients, ctx.dtypes)
+        ]
+        return (None, *cast)
+
+
+def present(tensor: Tensor | None) -> Tensor:
+    """The tensor, which is known to be there."""
+    assert tensor is not None
+    return tensor
+
+
+class Chain:
+    """Every stage of a problem bound to one layout of the gates; called, it runs forward and, with `grad`, backward.
+
+    Args:
+        problem: Key and chip of the whole op.
+        layout: Of the cumulative gate, beta and their gradients, between the stages.
+    """
+
+    def __init__(self, problem: Problem, layout: Layout) -> None:
+        form = problem.form
+        self.problem, self.layout, self.BT = problem, layout, problem.BT
+        self.grad, self.gated = form.flag("grad"), problem.has("g")
+        self.l2norm, self.fused_gate = form.flag("use_qk_l2norm_in_kernel"), form.flag("use_gate_in_kernel")
+        self.sigmoid = form.flag("use_beta_sigmoid_in_kernel")
+        self.beta_range = 2.0 if form.flag("allow_neg_eigval") else 1.0
+        output_final_state, state_v_first = form.flag("output_final_state"), form.flag("state_v_first")
+        state_dtype = form.entries.get("initial_state", "")
+        state = {"initial_state": state_dtype} if state_dtype else {}
+        last = {"output_final_state": "1"} if output_final_state else {}
+        v_first = {"state_v_first": "1"} if state_v_first else {}
+        gate = {"g": f"float32@{layout.value}"} if self.gated else {}
+        beta = {"beta": f"float32@{layout.value}"}
+        if self.gated:
+            arrives = (form.arrival("g") or Layout.STRIDE_HV, layout)
+            dtype = form.dtype("g") or problem.key.dtype
+            raw = {"g": f"{dtype}@{as_read(arrives[0]).value}"}
+            plan = LayoutPlan.of({"g": as_read(arrives[0]), "out": layout})
+            if self.fused_gate:
+                bias = {"dt_bias": "1"} if problem.has("dt_bias") else {}
+                self.sum_gate = self._stage("gdn_gate_chunk_cumsum", {**raw, **bias, "scale": "1"}, plan)
+            else:
+                self.sum_gate = self._stage("chunk_local_cumsum", {**raw, "scale": "1"}, plan)
+        self.intra = self._stage("chunk_gated_delta_rule_fwd_intra", {**gate, **beta})
+        self.fwd_h = self._stage("chunk_gated_delta_rule_fwd_h", {**gate, **state, **last, **v_first})
+        self.fwd_o = self._stage("chunk_fwd_o", {**gate, **v_first})
+        if self.grad:
+            dht = {"dht": "float32"} if output_final_state and problem.key.dtype != "float32" else {}
+            dht = {"dht": "1"} if output_final_state and not dht else dht
+            h0 = {"h0": state_dtype} if state_dtype else {}
+            self.recompute_w_u = self._stage("recompute_w_u_fwd", {**gate, **beta})
+            self.recompute_h = self._stage("chunk_gated_delta_rule_fwd_h", {**gate, **state, **v_first})
+            self.dv_local = self._stage("chunk_bwd_dv_local", gate)
+            self.dhu = self._stage("chunk_gated_delta_rule_bwd_dhu", {**gate, **h0, **v_first})
+            self.dhu_last = self._stage("chunk_gated_delta_rule_bwd_dhu", {**gate, **h0, **dht, **v_first})
+            self.dqkwg = self._stage("chunk_bwd_dqkwg", {**gate, "w": "1", "dv": "1", **v_first})
+            self.wy_bwd = self._stage("prepare_wy_repr_bwd", {**gate, **beta})
+            if self.gated:
+                plan = LayoutPlan.of({"g": layout, "out": Layout.STRIDE_HV})
+                self.sum_dg = self._stage("chunk_local_cumsum", {"g": f"float32@{layout.value}", "reverse": "1"}, plan)
+            if self.fused_gate:
+                bias = {"dt_bias": "1"} if problem.has("dt_bias") else {}
+                raw = {"g": raw["g"], "dyg": "float32@STRIDE_HV"}
+                self.gate_bwd = self._stage(
+                    "gdn_gate_bwd", {**raw, **bias}, LayoutPlan.of({"g": as_read(arrives[0]), "dg": Layout.STRIDE_HV})
+                )
+        if self.l2norm:
+            self._bind_l2norm()
+
+    def _stage(self, op: str, entries: dict[str, str], plan: LayoutPlan | None = None) -> Launch:
+        """One stage's launch: its stored variant, else its default, with every gate in the chain's layout."""
+        spec, key = registry.lookup(op), self.problem.key
+        sizes = {name: getattr(key, name) if name in spec.sizes else 0 for name in registry.SIZES}
+        form = spec.canonical_form(form_text({**entries, "BT": str(self.BT)}), key.dtype)
+        stage = Key(op=op, **sizes, varlen=key.varlen, dtype=key.dtype, form=form)
+        default = spec.default(stage, self.problem.chip)
+        variant = self.problem.variant_of(spec, stage) or default.variant
+        if plan is None:
+            plan = LayoutPlan.of(dict.fromkeys(spec.time_operands, self.layout))
+        candidate = Candidate(variant=variant, plan=plan, revision=spec.revision)
+        return spec.bind(Problem(key=stage, chip=self.problem.chip), candidate)
+
+    def _bind_l2norm(self) -> None:
+        key, chip = self.problem.key, self.problem.chip
+        BR, BK = tiling.l2norm_tiles(key.K, chip.tiles)
+        constants: dict[str, launcher.Constant] = dict(H=key.H, K=key.K, BR=BR, BK=BK, IS_VARLEN=key.varlen)
+        self._l2norm_fwd = launcher.bind(l2norm_kernels.l2norm_fwd, **constants)
+        self._l2norm_bwd = launcher.bind(l2norm_kernels.l2norm_bwd, **constants)
+        self._l2norm_rows = BR
+
+    def _normalise(self, x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Rows of length 1, and the reciprocal of what they were divided by."""
+        y, rstd = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+        tasks, N = self._row_blocks(rstd, cu_seqlens)
+        grid = min(tasks, self.problem.chip.vector_programs)
+        self._l2norm_fwd(grid, x, y, rstd, cu_seqlens, L2NORM_EPS, N, rstd.numel(), tasks)
+        return y, rstd
+
+    def _normalise_bwd(self, y: Tensor, rstd: Tensor, dy: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """The gradient through `_normalise`."""
+        dx = torch.empty_like(y)
+        tasks, N = self._row_blocks(rstd, cu_seqlens)
+        grid = min(tasks, self.problem.chip.vector_programs)
+        self._l2norm_bwd(grid, y, rstd, dy, dx, cu_seqlens, N, rstd.numel(), tasks)
+        return dx
+
+    def _row_blocks(self, rstd: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int]:
+        return -(-rstd.numel() // self._l2norm_rows), 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+    def _beta(self, beta: Tensor) -> Tensor:
+        """beta as the stages read it: fp32, through its sigmoid where asked for, in the chain's layout."""
+        if self.sigmoid:
+            shaped = layouts.empty(tuple(beta.shape), self.layout, torch.float32, beta.device)
+            torch.sigmoid(beta.float(), out=shaped)
+            return shaped.mul_(self.beta_range) if self.beta_range != 1.0 else shaped
+        if as_read(layouts.arrival(beta)) is not self.layout and min(beta.shape[1:]) > 1:
+            beta = layouts.relayout(beta, self.layout)
+        return beta.float()
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None,
+        beta: Tensor,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
+        initial_state: Tensor | None,
+        scale: float | None,
+        cu_seqlens: Tensor | None,
+        chunk_indices: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Saved]:
+        """Output, final state, and what the backward needs."""
+        if cu_seqlens is not None and chunk_indices is None:
+            chunk_indices = prepare_chunk_indices(cu_seqlens, self.BT)
+        packed = (cu_seqlens, chunk_indices)
+        q_rstd = k_rstd = raw_g = None
+        if self.l2norm:
+            q, q_rstd = self._normalise(q, cu_seqlens)
+            k, k_rstd = self._normalise(k, cu_seqlens)
+        G = g
+        if self.fused_gate:
+            raw_g = g
+            (G,) = self.sum_gate(g, A_log, dt_bias, RCP_LN2, *packed)
+        elif self.gated:
+            (G,) = self.sum_gate(g, RCP_LN2, *packed)
+        strength = self._beta(beta)
+        w, u, A = self.intra(k, v, G, strength, *packed)
+        h, v_new, final_state = self.fwd_h(k, w, u, G, None, initial_state, *packed)
+        del w, u
+        (o,) = self.fwd_o(q, k, v_new, h, G, None, scale, *packed)
+        saved = Saved(
+            q, k, v, G, strength, present(A), initial_state, q_rstd, k_rstd, raw_g, A_log, dt_bias
+        )
+        return present(o), final_state, saved
+
+    def backward(
+        self,
+        saved: Saved,
+        do: Tensor,
+        dht: Tensor | None,
+        wanted: Sequence[bool],
+        scale: float | None,
+        cu_seqlens: Tensor | None,
+        chunk_indices: Tensor | None,
+    ) -> Gradients:
+        """Gradients of the inputs that `wanted` names, in the forward's order; what only others need is not run.
+
+        Saved-tensor hooks may hand a gate back in another layout, so its arrival is read, not assumed.
+        """
+        if cu_seqlens is not None and chunk_indices is None:
+            chunk_indices = prepare_chunk_indices(cu_seqlens, self.BT)
+        packed = (cu_seqlens, chunk_indices)
+        wants_q, wants_k, wants_v, wants_g, wants_beta, wants_A, wants_bias, wants_h0 = wanted
+        q, k, v, A, initial_state = saved.q, saved.k, saved.v, saved.A, saved.initial_state
+        G = None if saved.g is None else self._as_planned(saved.g)
+        beta = self._as_planned(saved.beta)
+        do = do.contiguous()
+
+        w, u = self.recompute_w_u(k, v, beta, A, G, *packed)
+        h, v_new, _ = self.recompute_h(k, w, u, G, None, initial_state, *packed)
+        del u
+        (dv_local,) = self.dv_local(q, k, do, G, None, None, scale, *packed)
+        if dht is None:
+            dh, dh0, du = self.dhu(q, k, w, do, dv_local, G, None, initial_state, None, scale, *packed)
+        else:
+            dht = dht.contiguous()
+            dh, dh0, du = self.dhu_last(q, k, w, do, dv_local, G, None, initial_state, dht, scale, *packed)
+        del dv_local
+        if not any(wanted[:-1]):
+            return Gradients(None, None, None, None, None, None, None, dh0)
+        dq, dk, dw, dG = self.dqkwg(q, k, v_new, do, h, dh, w, G, None, du, scale, *packed)
+        del h, dh, v_new, w
+        dv = dbeta = None
+        if wants_k or wants_v or wants_g or wants_beta or wants_A or wants_bias:
+            dk_wy, dv, dbeta, dG_wy = self.wy_bwd(k, v, beta, A, dw, du, G, *packed)
+            present(dk).add_(present(dk_wy))
+            if dG is not None:
+                dG.add_(present(dG_wy))
+        del dw, du
+        if self.l2norm:
+            dq = self._normalise_bwd(q, present(saved.q_rstd), present(dq), cu_seqlens) if wants_q else None
+            dk = self._normalise_bwd(k, present(saved.k_rstd), present(dk), cu_seqlens) if wants_k else None
+        dg, dA_log, ddt_bias = self._gate_gradients(saved, dG, wants_g, wants_A or wants_bias, packed)
+        if wants_beta:
+            dbeta = self._beta_gradient(beta, present(dbeta))
+        return Gradients(
+            dq if wants_q else None,
+            dk if wants_k else None,
+            dv if wants_v else None,
+            dg if wants_g else None,
+            dbeta if wants_beta else None,
+            dA_log if wants_A else None,
+            ddt_bias if wants_bias else None,
+            dh0 if wants_h0 else None,
+        )
+
+    def _as_planned(self, tensor: Tensor) -> Tensor:
+        """A saved gate in the chain's layout."""
+        found = layouts.arrival(tensor)
+        if found is self.layout or (found is Layout.STRIDE_HV and min(tensor.shape[1:]) == 1):
+            return tensor
+        return layouts.relayout(tensor, self.layout)
+
+    def _gate_gradients(
+        self,
+        saved: Saved,
+        dG: Tensor | None,
+        wants_g: bool,
+        wants_parameters: bool,
+        packed: tuple[Tensor | None, Tensor | None],
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Gradients of the gate and its parameters from that of the cumulative gate; row-major."""
+        if dG is None or not (wants_g or wants_parameters):
+            return None, None, None
+        (dg,) = self.sum_dg(dG, None, *packed)
+        if not self.fused_gate:
+            return dg, None, None
+        raw_g = present(saved.raw_g)
+        dg, dA_log, ddt_bias = self.gate_bwd(raw_g, saved.A_log, saved.dt_bias, dg, *packed)
+        return dg, dA_log, ddt_bias
+
+    def _beta_gradient(self, beta: Tensor, dbeta: Tensor) -> Tensor:
+        """The gradient of the caller's beta, row-major: through the sigmoid where the op applied it."""
+        if self.sigmoid:
+            shaped = layouts.empty(tuple(beta.shape), Layout.STRIDE_HV, torch.float32, beta.device)
+            return torch.mul(dbeta, beta * (1.0 - beta / self.beta_range), out=shaped)
+        return layouts.relayout(dbeta, Layout.STRIDE_HV)
+
+    def __call__(self, *arguments: Any) -> tuple[Tensor | None, ...]:
+        """Forward and, with `grad`, backward, as the tuner runs it: the operands with do and dht, then the rest."""
+        *inputs, do, dht, scale, cu_seqlens, chunk_indices = arguments
+        o, final_state, saved = self.forward(*inputs, scale, cu_seqlens, chunk_indices)
+        if not self.grad:
+            return (o, final_state, *[None] * len(Gradients._fields))
+        wanted = [tensor is not None for tensor in inputs]
+        gradients = self.backward(saved, do, dht, wanted, scale, cu_seqlens, chunk_indices)
+        return (o, final_state, *gradients)
+
+
+def as_read(found: Layout) -> Layout:
+    """The layout a kernel that reads any layout finds an operand in: OTHER was copied to STRIDE_HV."""
+    return Layout.T_CONTIG if found is Layout.T_CONTIG else Layout.STRIDE_HV
+
+
+def _bind(problem: Problem, candidate: Candidate) -> Launch:
+    return Chain(problem, candidate.plan["g"] if problem.has("g") else candidate.plan["beta"])
+
+
+def _reference(
+    do: Tensor | None, dht: Tensor | None, grad: bool, A_log: Tensor | None, dt_bias: Tensor | None, **named: Any
+) -> tuple[Tensor | None, ...]:
+    """Output, final state and every gradient, from the oracles of the stages."""
+    gate = {"A_log": A_log, "dt_bias": dt_bias}
+    o, final_state = reference.chunk_gated_delta_rule(**named, **gate)
+    if not grad or do is None:
+        return (o, final_state, *[None] * len(Gradients._fields))
+    named.pop("output_final_state")
+    found = reference.chunk_gated_delta_rule_bwd(**named, **gate, do=do, dht=dht)
+    return (o, final_state, *[getattr(found, name) for name in Gradients._fields])
+
+
+def _state(name: str, given_with: tuple[str, ...] = ()) -> Operand:
+    """A state for each sequence."""
+    return Operand(
+        name=name,
+        dims="N HV K V",
+        dims_v_first="N HV V K",
+        optional=True,
+        must_match=False,
+        fill="small",
+        given_with=given_with,
+    )
+
+
+def _gates(name: str, fill: str, optional: bool = False) -> Operand:
+    return Operand(name=name, dims="B T HV", optional=optional, time_axis=True, fill=fill)
+
+
+def _flag(name: str) -> Option:
+    return Option(name=name, default=False)
+
+
+_IN_LAYER = (
+    "A_log=float32,BT=64,beta=bfloat16@STRIDE_HV,dt_bias=float32,g=bfloat16@STRIDE_HV,state_v_first=1,"
+    "use_beta_sigmoid_in_kernel=1,use_gate_in_kernel=1,use_qk_l2norm_in_kernel=1"
+)
+
+SPEC = register(
+    OpSpec(
+        name="chunk_gated_delta_rule",
+        operands=(
+            Operand(name="q", dims="B T H K", fill="unit"),
+            Operand(name="k", dims="B T H K", fill="unit"),
+            Operand(name="v", dims="B T HV V"),
+            _gates("g", "decay", optional=True),
+            _gates("beta", "strength"),
+            Operand(name="A_log", dims="HV", optional=True, must_match=False, fill="small"),
+            Operand(name="dt_bias", dims="HV", optional=True, must_match=False),
+            _state("initial_state"),
+            Operand(name="do", dims="B T HV V", optional=True, given_with=("grad",)),
+            _state("dht", given_with=("grad", "output_final_state")),
+        ),
+        outputs=(Output(name="o"), Output(name="final_state"), *[Output(name=name) for name in Gradients._fields]),
+        options=(
+            _flag("output_final_state"),
+            _flag("use_qk_l2norm_in_kernel"),
+            _flag("use_beta_sigmoid_in_kernel"),
+            _flag("allow_neg_eigval"),
+            _flag("state_v_first"),
+            _flag("use_gate_in_kernel"),
+            Option(name="chunk_size", default=64, entry="BT"),
+            _flag("grad"),
+        ),
+        scalars=("scale",),
+        layout_groups=(("g", "beta"),),
+        variants=("chain",),
+        sources=(
+            "bwd_dhu", "dqkwg", "dv_local", "fwd_h", "fwd_o", "gate", "intra", "kkt", "l2norm", "local_cumsum",
+            "recompute_w_u", "solve_tril", "state", "wy_bwd",
+        ),  # fmt: skip
+        moves_inputs=False,
+        bind=_bind,
+        reference=_reference,
+        forms={
+            "training": "BT=64,beta=float32@STRIDE_HV,g=float32@STRIDE_HV,grad=1",
+            "prefill": "BT=64,beta=float32@STRIDE_HV,g=float32@STRIDE_HV,output_final_state=1",
+            "layer": f"{_IN_LAYER},grad=1",
+        },
+        more_forms=(
+            "BT=64,beta=float32@STRIDE_HV,grad=1",
+            "BT=64,beta=float32@T_CONTIG,g=float32@T_CONTIG,grad=1",
+            "BT=64,beta=float32@OTHER,g=float32@OTHER,grad=1",
+            "BT=64,beta=float32@STRIDE_HV,g=float32@STRIDE_HV,grad=1,initial_state=float32,output_final_state=1",
+            "BT=32,allow_neg_eigval=1,beta=float32@STRIDE_HV,g=float32@STRIDE_HV,grad=1,initial_state=float32,"
+            "output_final_state=1,state_v_first=1,use_beta_sigmoid_in_kernel=1",
+            "BT=16,beta=float32@STRIDE_HV,g=float32@STRIDE_HV,grad=1,use_qk_l2norm_in_kernel=1",
+        ),
+        tolerances=dict.fromkeys(("o", "final_state", *Gradients._fields), 0.008),
+    )
+)
