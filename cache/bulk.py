@@ -66,9 +66,10 @@ def put_decisions(connection: Connection, records: Sequence[DecisionRecord]) -> 
         wanted[slot] = newer(wanted[slot], record) if slot in wanted else record
     stored = _stored(connection, list(wanted))
     moments = {slot: time_text(wanted[slot].created_at) for slot in stored}
-    equals = _equals(connection, [row_id for slot, (row_id, moment) in stored.items() if moment == moments[slot]])
-    for slot, (row_id, moment) in stored.items():
-        known = equals.get(row_id)
+    equals = [row_id for slot, (row_id, moment) in stored.items() if moment == moments[slot]]
+    alike = {slot_values(record): record for record in decisions_of(connection, equals)}
+    for slot, (_, moment) in stored.items():
+        known = alike.get(slot)
         kept = moment > moments[slot] or (known is not None and newer(known, wanted[slot]) == known)
         if kept:
             del wanted[slot]
@@ -84,6 +85,15 @@ def put_decisions(connection: Connection, records: Sequence[DecisionRecord]) -> 
     return tally
 
 
+def decisions_of(connection: Connection, ids: Sequence[int]) -> list[DecisionRecord]:
+    """The decisions of row ids, as far as they can be believed."""
+    found: list[DecisionRecord] = []
+    for start in range(0, len(ids), BATCH):
+        some = select(DECISIONS).where(DECISIONS.c.id.in_(ids[start : start + BATCH]))
+        found += records_of(connection, connection.execute(some).mappings().all())
+    return found
+
+
 def _stored(connection: Connection, slots: Sequence[tuple[Any, ...]]) -> dict[tuple[Any, ...], tuple[int, str]]:
     """Id and moment of the decisions that are stored in some of the slots."""
     if connection.execute(select(DECISIONS.c.id).limit(1)).first() is None:
@@ -93,20 +103,6 @@ def _stored(connection: Connection, slots: Sequence[tuple[Any, ...]]) -> dict[tu
     connection.execute(delete(_WANTED))
     connection.execute(insert(_WANTED), [dict(zip(DECISION_SLOT, slot, strict=True)) for slot in slots])
     return {tuple(row[:-2]): (row[-2], row[-1]) for row in connection.execute(_FOUND)}
-
-
-def _equals(connection: Connection, ids: Sequence[int]) -> dict[int, DecisionRecord]:
-    """The decisions of row ids, as far as they can be believed."""
-    found = {}
-    for start in range(0, len(ids), BATCH):
-        some = select(DECISIONS).where(DECISIONS.c.id.in_(ids[start : start + BATCH]))
-        rows = connection.execute(some).mappings().all()
-        by_slot = {slot_values(record): record for record in records_of(connection, rows)}
-        for row in rows:
-            record = by_slot.get(tuple(row[name] for name in DECISION_SLOT))
-            if record is not None:
-                found[row["id"]] = record
-    return found
 
 
 def _insert(connection: Connection, records: Sequence[DecisionRecord]) -> None:

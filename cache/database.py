@@ -96,6 +96,32 @@ class Database(Forkable):
         except (sqlite3.Error, OSError) as error:
             raise store_error(self.path, error) from error
 
+    def run_with(self, other: Path, work: Callable[[sqlite3.Connection], _Result], *, immutable: bool) -> _Result:
+        """What `work` returns, called in one write transaction on a connection that has another file attached.
+
+        Args:
+            other: The other file, called `source` in statements; it is only read.
+            work: Is given the driver's connection.
+            immutable: Whether nobody changes the other file meanwhile.
+
+        Raises:
+            StoreError: One of the files cannot be used.
+        """
+        options = "mode=ro&immutable=1" if immutable else "mode=ro"
+        deadline = time.monotonic() + self.busy_timeout_s
+        while True:
+            try:
+                with self.entered(), contextlib.closing(self._open()) as connection:
+                    connection.execute("ATTACH DATABASE ? AS source", (f"{other.absolute().as_uri()}?{options}",))
+                    connection.execute("BEGIN IMMEDIATE")
+                    result = work(connection)
+                    connection.execute("COMMIT")
+                    return result
+            except (sqlite3.Error, OSError) as error:
+                if fault_of(error) is not Fault.BUSY or time.monotonic() > deadline:
+                    raise store_error(self.path, error) from error
+                time.sleep(random.uniform(0.0, _LAST_PAUSE_S))
+
     def vacuum(self) -> None:
         """Gives unused space back, if nobody is in the way."""
         with contextlib.suppress(sqlite3.Error), self.entered(), contextlib.closing(self._open()) as connection:

@@ -133,3 +133,8 @@ def merged_miss(one: MissRecord, other: MissRecord) -> MissRecord:
 def facts_order(facts: str) -> tuple[bool, str]:
     """Sort key of two accounts of one environment, as canonical JSON: any facts before none, then by content."""
     return facts != mapping_text({}), facts
+
+
+def imported(record: DecisionRecord, host: str) -> DecisionRecord:
+    """The record as it counts on a host. What the host measured itself stays its own, as when a backup comes home."""
+    return replace(record, source="imported") if record.source == "measured" and record.host != host else record

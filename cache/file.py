@@ -1,12 +1,18 @@
 """A store in one SQLite file."""
 
+import functools
 import os
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
 from . import schema
+from .bulk import Tally, decisions_of
 from .database import BUSY_TIMEOUT_S, Database
+from .evidence import imported
+from .records import DecisionRecord
 from .sql import SqlStore
+from .transfer import transfer
 
 
 class Store(SqlStore):
@@ -15,6 +21,7 @@ class Store(SqlStore):
     Attributes:
         path: The file.
         read_only: Whether it takes no decisions, because it was opened so.
+        immutable: Whether it is read without locks.
     """
 
     def __init__(
@@ -52,6 +59,7 @@ class Store(SqlStore):
         super().__init__(database, host)
         self._database: Database = database
         self.read_only = database.read_only
+        self.immutable = database.immutable
 
     @property
     def name(self) -> str:
@@ -61,6 +69,31 @@ class Store(SqlStore):
     def snapshot(self, target: Path) -> None:
         """Writes the present content to a new file, compacted; raises `StoreError`."""
         self._database.snapshot(target)
+
+    def absorb_file(self, other: "Store", *, as_imported: bool) -> Tally:
+        """Merges another file: of two decisions in one slot the later stays, of two miss counts the larger.
+
+        Args:
+            other: The other file.
+            as_imported: Whether what other hosts measured counts as imported from now on.
+
+        Raises:
+            StoreError: One of the files cannot be used. Absorbing it again does no harm.
+        """
+        host = self._host if as_imported else None
+        done = self._database.run_with(other.path, functools.partial(transfer, host=host), immutable=other.immutable)
+        tally = done.tally
+        if done.undecided:
+            records = other.of_rows(done.undecided)
+            tally += self.absorb(imported(record, host) if host else record for record in records)
+            tally.refused += len(done.undecided) - len(records)
+        if not as_imported:
+            self.absorb((), misses=other.misses())
+        return tally
+
+    def of_rows(self, ids: Sequence[int]) -> list[DecisionRecord]:
+        """The decisions of row ids, as far as they can be believed; raises `StoreError`."""
+        return self._database.run(functools.partial(decisions_of, ids=ids))
 
     def prune(
         self, *, older_than: datetime | None = None, environment: str | None = None, op: str | None = None

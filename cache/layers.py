@@ -6,10 +6,10 @@ Evidence decides first: pinned > forced > own measured > imported measured > pre
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from .evidence import SOURCE_RANK, failures, strength, with_failure
+from .evidence import SOURCE_RANK, failures, imported, strength, with_failure
 from .faults import Fault
 from .file import Store
 from .guarded import GuardedStore
@@ -213,8 +213,9 @@ class LayeredStore:
 
     def _counted(self, layer: Layer, record: DecisionRecord) -> DecisionRecord:
         """The record with the source that it counts as: only what this user or this host measured is its own."""
-        own = layer.kind == "user" or (layer.kind == "server" and record.host == self._host)
-        return record if own or record.source != "measured" else replace(record, source="imported")
+        if layer.kind == "user":
+            return record
+        return imported(record, self._host if layer.kind == "server" else "")
 
     def _best(
         self, found: Sequence[tuple[Layer, DecisionRecord]], known: frozenset[str] | None = None

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from . import schema
 from .atomic import replacing
 from .bulk import Tally
 from .database import Database
-from .evidence import choose
+from .evidence import choose, imported
 from .faults import Fault, StoreError
 from .file import Store
 from .folder import FolderStore
@@ -116,7 +116,10 @@ def import_file(store: SqlStore | FolderStore, path: str | os.PathLike[str]) -> 
     """
     with open_shared(Path(path)) as source:
         target = store.own if isinstance(store, FolderStore) else store
-        tally = target.absorb(map(_imported, source.decisions()), source.environments())
+        if isinstance(target, Store):
+            return target.absorb_file(source, as_imported=True)
+        host = this_host()
+        tally = target.absorb((imported(record, host) for record in source.decisions()), source.environments())
         tally.refused = source.count() - tally.added - tally.replaced - tally.kept
     return tally
 
@@ -133,7 +136,7 @@ def merge_files(paths: Sequence[str | os.PathLike[str]], out: str | os.PathLike[
         with contextlib.closing(Store(scratch, journal="delete")) as merged:
             for path in paths:
                 with open_shared(Path(path)) as source:
-                    tally += merged.absorb(source.decisions(), source.environments(), source.misses())
+                    tally += merged.absorb_file(source, as_imported=False)
             found = tuple(conflict for records in merged.disputed() for conflict in conflicts(records))
         digest, decisions = _finish(scratch)
     exported = Exported(path=target, decisions=decisions, size_bytes=target.stat().st_size, sha256=digest)
@@ -236,13 +239,6 @@ def _finish(path: Path) -> tuple[str, int]:
 def _free_pages(database: Database) -> int:
     """Pages of a file that hold nothing."""
     return database.run(lambda connection: int(connection.exec_driver_sql("PRAGMA freelist_count").scalar_one()))
-
-
-def _imported(record: DecisionRecord) -> DecisionRecord:
-    """What this host measured itself stays its own, as when a backup comes home."""
-    if record.source == "measured" and record.host != this_host():
-        return replace(record, source="imported")
-    return record
 
 
 def _believed(store: DecisionStore) -> dict[tuple[str, KeyRecord], DecisionRecord]:

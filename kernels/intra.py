@@ -84,7 +84,6 @@ def kkt_solve(
     BT: tl.constexpr,
     BH: tl.constexpr,
     BK: tl.constexpr,
-    BY_ROWS: tl.constexpr,
     USE_G: tl.constexpr,
     G_T_CONTIG: tl.constexpr,
     BETA_T_CONTIG: tl.constexpr,
@@ -94,7 +93,7 @@ def kkt_solve(
 ):
     """k `[B, T, H, K]`, g (base 2, cumulative in the chunk) and beta `[B, T, HV]` in either layout; writes A.
 
-    A `[B, T, HV, BT]`, lower triangular with ones on the diagonal. TASKS = chunks * cdiv(HV, BH).
+    A `[B, T, HV, BT]`, lower triangular with ones on the diagonal. TASKS = chunks * cdiv(HV, BH), BH at least 2.
     """
     if IS_VARLEN:
         clear_outside_rows(A, cu_seqlens, T, N, HV * BT, BT)
@@ -103,7 +102,8 @@ def kkt_solve(
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
         i_b, i_t, bos, length = locate_chunk(i_task // head_blocks, cu_seqlens, chunk_indices, T, NT, IS_VARLEN)
         rows = length - i_t * BT
-        o_h = i_task % head_blocks * BH + tl.arange(0, BH)
+        i_h = i_task % head_blocks
+        o_h = i_h * BH + tl.arange(0, BH)
         first = tl.cast(bos + i_t * BT, tl.int64)
         p_k = k + first * (H * K)
 
@@ -164,7 +164,23 @@ def kkt_solve(
                 b_32 = _block(b_32, b_beta, b_g, b_g2, m_row, USE_G)
                 b_33 = _diagonal_block(b_33, b_beta, b_g, USE_G)
 
-        p_A = A + first * (HV * BT)
         solve_blocks(
-            p_A, b_00, b_10, b_11, b_20, b_21, b_22, b_30, b_31, b_32, b_33, o_h, rows, HV, BT, BY_ROWS, SOLVE_PRECISION
+            A + first * (HV * BT),
+            b_00,
+            b_10,
+            b_11,
+            b_20,
+            b_21,
+            b_22,
+            b_30,
+            b_31,
+            b_32,
+            b_33,
+            i_h,
+            rows,
+            HV,
+            BT,
+            BH,
+            False,
+            SOLVE_PRECISION,
         )

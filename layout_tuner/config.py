@@ -86,6 +86,7 @@ class Config(BaseModel):
         """
         found, origin = read_file(path)
         sections: dict[str, dict[str, object]] = {}
+        origins: dict[tuple[str, str], str] = {}
         faults = refused(found, origin)
         for name, settings in found.items():
             if isinstance(settings, Mapping):
@@ -94,14 +95,15 @@ class Config(BaseModel):
                 faults.append(f"{origin}: {name}: wanted a section [{name}], got {settings!r}")
         from_environment, more = read_environment()
         faults += more
-        for layer in (from_environment, explicit):
+        for layer, source in ((from_environment, variable), (explicit, argument)):
             for name, settings in layer.items():
                 sections[name] = sections.get(name, {}) | dict(settings)
+                origins |= {(name, setting): source(name, setting) for setting in settings}
         config = cls()
         try:
             config = cls.model_validate(sections)
         except ValidationError as error:
-            faults += [describe(fault, origin) for fault in error.errors()]
+            faults += [describe(fault, origins, origin) for fault in error.errors()]
         if faults:
             raise ConfigError("settings cannot be used:\n  " + "\n  ".join(dict.fromkeys(faults)))
         return config
@@ -124,7 +126,7 @@ def read_file(path: str | os.PathLike[str] | None) -> tuple[dict[str, object], s
 def read_environment() -> tuple[dict[str, dict[str, object]], list[str]]:
     """Settings from `LAYOUT_TUNER_SECTION_NAME` variables, and complaints about unknown ones."""
     known = {
-        f"{PREFIX}{section}_{setting}".upper(): (section, setting)
+        variable(section, setting): (section, setting)
         for section, field in Config.model_fields.items()
         for setting in field.default.__class__.model_fields
     }
@@ -157,12 +159,29 @@ def refused(found: Mapping[str, object], origin: str) -> list[str]:
     return faults
 
 
-def describe(fault: Mapping[str, object], origin: str) -> str:
-    """One line for one of pydantic's complaints, with the known names where a name is unknown."""
+def variable(section: str, setting: str) -> str:
+    """The environment variable of a setting."""
+    return f"{PREFIX}{section}_{setting}".upper()
+
+
+def argument(section: str, setting: str) -> str:
+    """What a message calls a setting that was passed in."""
+    return "argument"
+
+
+def describe(fault: Mapping[str, object], origins: Mapping[tuple[str, str], str], file: str) -> str:
+    """One line for one of pydantic's complaints, with the known names where a name is unknown.
+
+    Args:
+        fault: The complaint.
+        origins: Where settings come from, by section and name, that are not the file's.
+        file: The file's name.
+    """
     location = fault["loc"]
     assert isinstance(location, tuple)
     section, *rest = (str(part) for part in location)
     where = f"[{section}] {rest[0]}" if rest else f"[{section}]"
+    origin = origins.get((section, rest[0]), file) if rest else file
     if rest and rest[0] in REFUSED or section in REFUSED:
         return f"{origin}: {rest[0] if rest else section}: {REFUSAL}"
     if fault["type"] != "extra_forbidden":

@@ -167,9 +167,9 @@ def _scale(scale: float | None, K: int) -> float:
     return K**-0.5 if scale is None else scale
 
 
-def _root_sum_square(terms: Tensor) -> Tensor:
-    """Rms over tokens of the root-sum-square of the terms in the last dimension: rms of a sum that does not cancel."""
-    return terms.square().sum(-1).mean().sqrt()
+def _rms(terms: Tensor) -> Tensor:
+    """Root mean square of the terms that were summed, over all of them."""
+    return terms.square().mean().sqrt()
 
 
 def prepare_chunk_indices(cu_seqlens: Tensor, chunk_size: int, cu_seqlens_cpu: Tensor | None = None) -> Tensor:
@@ -594,7 +594,7 @@ def chunk_bwd_dqkwg_term_rms(
         q, k, v, do, h, dh, None, g, g_gamma, dv, scale, state_v_first, cu_seqlens, chunk_size,
         compute_dtype=compute_dtype,
     )  # fmt: skip
-    return {} if terms is None else {"dg": _root_sum_square(terms)}
+    return {} if terms is None else {"dg": _rms(terms)}
 
 
 @_oracle("token", "token", "token", "token")
@@ -669,7 +669,7 @@ def prepare_wy_repr_bwd_term_rms(
 ) -> dict[str, Tensor]:
     """`{"dbeta": rms, "dg": rms}` of the terms whose sums they are, scales for errors where these cancel."""
     _, _, dbeta, dg = _wy_repr_bwd(k, v, beta, A, dw, du, g, cu_seqlens, compute_dtype=compute_dtype)
-    return {name: _root_sum_square(terms) for name, terms in (("dbeta", dbeta), ("dg", dg)) if terms is not None}
+    return {name: _rms(terms) for name, terms in (("dbeta", dbeta), ("dg", dg)) if terms is not None}
 
 
 class _Activated(NamedTuple):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from .config import REFUSAL, REFUSED
 from .errors import ConfigError, UnsupportedProblemError
 from .keys import Form, Key, form_text, parse_form
 from .layouts import Layout, LayoutPlan, arrival
@@ -363,7 +364,16 @@ class OpSpec:
         if name in self.forms:
             return str(parse_form(self.forms[name]))
         if "=" in name:
-            return str(parse_form(name))
+            form = parse_form(name)
+            known = {"BT", *(operand.name for operand in self.operands), *(option.label for option in self.options)}
+            unknown = [entry for entry in form.entries if entry not in known]
+            if any(entry in REFUSED for entry in unknown):
+                raise ConfigError(f"form {name!r}: {REFUSAL}")
+            if unknown:
+                raise ConfigError(
+                    f"form {name!r}: {self.name} has no {', '.join(unknown)} (it has {', '.join(sorted(known))})"
+                )
+            return str(form)
         raise ConfigError(f"{self.name} has no form {name!r} (it has {', '.join(self.forms)})")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator
 
 from . import registry
 from .config import REFUSAL, REFUSED
@@ -18,6 +18,12 @@ from .keys import Key, bucketed
 from .registry import DTYPES, SHORT_DTYPES, OpSpec
 
 Size = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)]
+# One complaint about a bad value, not one as a number and one as a list.
+NUMBER, LIST = "a number", "a list of numbers"
+Sizes = Annotated[
+    Annotated[Size, Tag(NUMBER)] | Annotated[list[Size], Tag(LIST)],
+    Discriminator(lambda value: LIST if isinstance(value, list) else NUMBER),
+]
 
 
 class Shape(BaseModel):
@@ -36,7 +42,7 @@ class Shape(BaseModel):
 
     op: str | None = None
     B: Size = 1
-    T: Size | list[Size]
+    T: Sizes
     H: Size
     HV: Size | None = None
     K: Size
@@ -117,7 +123,9 @@ def parse_shapes(rows: Sequence[Shape | Mapping[str, Any]], origin: str = "shape
 
 def describe(fault: Any) -> str:
     """One line for one of pydantic's complaints about a row."""
-    field = ".".join(str(part) for part in fault["loc"] if part not in ("int", "list[constrained-int]"))
+    field = ".".join(str(part) for part in fault["loc"] if part not in (NUMBER, LIST))
+    if not field:
+        return f"wanted an object, got {fault['input']!r}"
     if any(part in REFUSED for part in fault["loc"]):
         return f"{field}: {REFUSAL}"
     if fault["type"] == "extra_forbidden":
@@ -143,14 +151,20 @@ def check(shape: Shape) -> list[str]:
             faults.append("cu_seqlens: wanted at least two numbers that never fall")
         elif shape.lengths and max(starts) > max(shape.lengths):
             faults.append(f"cu_seqlens: ends at {starts[-1]}, past T={shape.T}")
-    for spec in specs(shape):
-        for form in shape.forms or ():
-            try:
-                spec.form_named(form)
-            except ConfigError as error:
-                if shape.op is not None:
-                    faults.append(f"forms: {error}")
+    for form in shape.forms or ():
+        complaints = [complaint for spec in specs(shape) if (complaint := form_complaint(spec, form))]
+        if len(complaints) == len(specs(shape)):  # without an op, a form is for those that have it
+            faults.append(f"forms: {complaints[0] if shape.op else f'no op has a form {form!r}'}")
     return faults
+
+
+def form_complaint(spec: OpSpec, form: str) -> str:
+    """Why an op has no such form; empty where it has."""
+    try:
+        spec.form_named(form)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def specs(shape: Shape) -> list[OpSpec]:
@@ -187,7 +201,7 @@ def forms_of(spec: OpSpec, shape: Shape) -> Sequence[str]:
     """The forms of an op that an entry asks for: those it names and the op has, else the op's standard ones."""
     if shape.forms is None:
         return list(spec.forms)
-    return [form for form in shape.forms if form in spec.forms or "=" in form]
+    return [form for form in shape.forms if not form_complaint(spec, form)]
 
 
 def key_of(spec: OpSpec, shape: Shape, T: int, form: str) -> Key:

@@ -87,7 +87,8 @@ def complaints(case: Case, report: CandidateReport) -> list[str]:
         for transfer in facts.transfers:
             if transfer.pattern == "strided":
                 found.append(f"{kernel.kernel}: {transfer.route} {transfer.argument} is strided at {transfer.source}")
-            elif transfer.short_bursts:
+            elif transfer.short_bursts and transfer.pattern != "contiguous":
+                # One contiguous burst is short only where the data end: nothing could make it longer.
                 found.append(
                     f"{kernel.kernel}: {transfer.route} {transfer.argument}: {transfer.short_bursts:g} bursts under "
                     f"32 bytes at {transfer.source}"
