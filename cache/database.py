@@ -66,6 +66,8 @@ class Database(Forkable):
         self.journal = journal
         self.busy_timeout_s = busy_timeout_s
         self._engine: Engine | None = None
+        self._ours = False
+        self._mode = ""
 
     def run(self, work: Callable[[Connection], _Result], *, write: bool = False) -> _Result:
         """What `work` returns, called in one transaction; it may be called again where another writer was in the way.
@@ -88,12 +90,25 @@ class Database(Forkable):
                 time.sleep(random.uniform(0.0, pause_s))
                 pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
+    def adopt(self) -> None:
+        """The file is one of this product's: from now on it is kept in the journal mode wanted; raises `StoreError`."""
+        self._ours = True
+        if self._mode == self.journal:
+            return
+        try:
+            with self.entered(), contextlib.closing(self._open()):
+                pass
+        except CAUGHT as error:
+            # Another connection is reading; the next one to be opened changes the mode.
+            if fault_of(error) is not Fault.BUSY:
+                raise store_error(self.path, error) from error
+
     def snapshot(self, target: Path) -> None:
         """Writes the file's present content to a new file, compacted, in rollback mode; raises `StoreError`."""
         try:
             with self.entered(), contextlib.closing(self._open()) as connection:
                 connection.execute("VACUUM INTO ?", (os.fspath(target),))
-        except (sqlite3.Error, OSError) as error:
+        except CAUGHT as error:
             raise store_error(self.path, error) from error
 
     def run_with(self, other: Path, work: Callable[[sqlite3.Connection], _Result], *, immutable: bool) -> _Result:
@@ -117,14 +132,14 @@ class Database(Forkable):
                     result = work(connection)
                     connection.execute("COMMIT")
                     return result
-            except (sqlite3.Error, OSError) as error:
+            except CAUGHT as error:
                 if fault_of(error) is not Fault.BUSY or time.monotonic() > deadline:
                     raise store_error(self.path, error) from error
                 time.sleep(random.uniform(0.0, _LAST_PAUSE_S))
 
     def vacuum(self) -> None:
         """Gives unused space back, if nobody is in the way."""
-        with contextlib.suppress(sqlite3.Error), self.entered(), contextlib.closing(self._open()) as connection:
+        with contextlib.suppress(*CAUGHT), self.entered(), contextlib.closing(self._open()) as connection:
             connection.execute("VACUUM")
 
     def close(self) -> None:
@@ -193,7 +208,9 @@ class Database(Forkable):
             if not self.read_only:
                 connection.execute("PRAGMA foreign_keys = ON")
                 (mode_now,) = connection.execute("PRAGMA journal_mode").fetchone()
-                if mode_now != self.journal:
+                # Changing it writes to the file, so not before the file is known to be one of this product's.
+                self._mode = mode_now
+                if self._ours and mode_now != self.journal:
                     connection.execute(f"PRAGMA journal_mode = {'wal' if self.journal == 'wal' else 'delete'}")
                 # A killed process loses nothing; a machine that loses power may lose the last moments, never the file.
                 connection.execute(f"PRAGMA synchronous = {'NORMAL' if self.journal == 'wal' else 'FULL'}")

@@ -16,7 +16,7 @@ from layout_tuner.errors import CacheError
 
 from . import schema
 from .database import Database
-from .faults import StoreError
+from .faults import CAUGHT
 from .filesystem import file_system
 from .folder import host_files
 from .models import SCHEMA_VERSION
@@ -105,7 +105,7 @@ def _content(path: Path, header: bytes) -> Iterator[Finding]:
     database = Database(path, read_only=True, immutable=not live)
     try:
         yield from _checks(database)
-    except (StoreError, sqlite3.Error) as error:
+    except CAUGHT as error:
         yield Finding(level="error", subject="content", text=str(error))
     finally:
         database.close()

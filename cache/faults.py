@@ -1,5 +1,6 @@
 """What can be wrong with a store, told apart by what to do about it."""
 
+import sqlite3
 from enum import Enum
 
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
@@ -64,6 +65,8 @@ def fault_of(error: BaseException) -> Fault:
     code = getattr(cause, "sqlite_errorcode", None)
     if isinstance(code, int):
         return _SQLITE_FAULTS.get(code & 0xFF, Fault.UNAVAILABLE)
+    if isinstance(cause, UnicodeError | MemoryError):
+        return Fault.DAMAGED
     # Deadlocks and serialisation failures of a server are over at the next attempt.
     if getattr(cause, "sqlstate", None) in ("40001", "40P01", "55P03"):
         return Fault.BUSY
@@ -79,5 +82,8 @@ def store_error(place: object, error: Exception) -> StoreError:
     return StoreError(f"{place}: {text[0] if text else type(cause).__name__}", fault_of(error))
 
 
-CAUGHT = (SQLAlchemyError, OSError, StoreError)
-"""What an operation on a store may raise without being a defect of this product."""
+CAUGHT = (SQLAlchemyError, sqlite3.Error, OSError, StoreError, UnicodeError, MemoryError)
+"""What an operation on a store may raise without being a defect of this product.
+
+The last two come from damaged files: SQLite quotes their bytes in its messages, and believes the sizes they name.
+"""

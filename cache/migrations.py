@@ -13,7 +13,7 @@ from pathlib import Path
 from sqlalchemy import Connection, insert
 
 from .database import Database
-from .faults import Fault, StoreError, store_error
+from .faults import CAUGHT, Fault, StoreError, store_error
 from .models import SchemaVersion
 from .records import time_text, utc_now
 
@@ -74,7 +74,7 @@ def migrate(
         target.close()
         _sync(copy)
         os.replace(copy, path)
-    except (sqlite3.Error, OSError) as error:
+    except CAUGHT as error:
         raise store_error(path, error) from error
     finally:
         held.close()

@@ -39,7 +39,7 @@ def time_text(moment: datetime) -> str:
 
 def parse_time(text: object) -> object:
     """A moment from `time_text`'s text; anything else is returned unchanged, for validation to refuse."""
-    if isinstance(text, str) and len(text) <= 32:
+    if isinstance(text, str) and len(text) == 27 and text.endswith("Z"):
         try:
             return datetime.fromisoformat(text).astimezone(UTC)
         except (ValueError, OverflowError):

@@ -67,9 +67,11 @@ def prepare(database: Database, *, verify: bool = False) -> None:
             if found > SCHEMA_VERSION:
                 logger.warning("%s; it is read, not written", _newer(database.path, found))
                 database.read_only = True
-            _check_tables(database, found)
-            return
+                _check_tables(database, found)
+                return
+            break
     _check_tables(database, SCHEMA_VERSION)
+    database.adopt()
 
 
 def file_version(connection: Connection) -> int | None:

@@ -83,7 +83,9 @@ def _text(column: str, longest: int, shortest: int = 0) -> str:
 def _label(column: str, longest: int, shortest: int = 0) -> str:
     """A text without control characters and without a launch option."""
     options = " AND ".join(
-        f"instr(lower({column}), '{start}{end}') = 0" for start in ("num_", "num-", "num") for end in ("warps", "stages")
+        f"instr(lower({column}), '{start}{end}') = 0"
+        for start in ("num_", "num-", "num")
+        for end in ("warps", "stages")
     )
     control = f"{column} NOT GLOB '*[' || char(1) || '-' || char(31) || char(127) || ']*'"
     # Hardly any text has the first letters, which spares the rest.

@@ -344,8 +344,26 @@ def chunk_bwd_dqkwg_full(
                     p_h = h + state_offset(i_c, i_hv, HV, K, V)
                     p_dh = dh + state_offset(i_c, i_hv, HV, K, V)
                     b_dG += _dg_of_states(
-                        p_q, p_k, p_do, p_v, p_h, p_dh, b_G, G_last, o_c, m_t, last, scale,
-                        H, HV, K, V, BK, BV, STATE_V_FIRST, DOT_PRECISION,
+                        p_q,
+                        p_k,
+                        p_do,
+                        p_v,
+                        p_h,
+                        p_dh,
+                        b_G,
+                        G_last,
+                        o_c,
+                        m_t,
+                        last,
+                        scale,
+                        H,
+                        HV,
+                        K,
+                        V,
+                        BK,
+                        BV,
+                        STATE_V_FIRST,
+                        DOT_PRECISION,
                     )
                     _store_dg(dg, b_dG, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, DG_T_CONTIG)
                 else:
@@ -522,15 +540,38 @@ def chunk_bwd_dqkwg_sub(
                     if USE_DW:
                         p_dw = dw + (first * HV + i_hv) * K + o_row[:, None] * (HV * K) + o_k[None, :]
                         tl.store(p_dw, (-b_dwh).to(dw.dtype.element_ty), mask=m_rk)
-                    b_G = _gate(g, g_gamma, i_b, i_t, bos, i_hv, o_row, m_row, T, HV, BT, USE_G, USE_G_GAMMA, G_T_CONTIG)
+                    b_G = _gate(
+                        g, g_gamma, i_b, i_t, bos, i_hv, o_row, m_row, T, HV, BT, USE_G, USE_G_GAMMA, G_T_CONTIG
+                    )
                     G_last = _gate_at(g, g_gamma, i_b, i_t, bos, i_hv, last, T, HV, BT, USE_G, USE_G_GAMMA, G_T_CONTIG)
                     b_dq += b_dqh * (tl.exp2(b_G) * scale)[:, None]
                     b_dk += b_dkh * tl.where(m_row, tl.exp2(tl.where(m_row, G_last - b_G, 0.0)), 0.0)[:, None]
 
                 for i_col in tl.static_range(0, i_row + BC, BC):
                     b_S = _scores_of_group(
-                        do, v, g, g_gamma, i_b, i_t, bos, first, left, i_h, i_row + o_c, i_col + o_c, scale, T,
-                        H, HV, V, BT, BV, USE_G, USE_G_GAMMA, G_T_CONTIG, DOT_PRECISION,
+                        do,
+                        v,
+                        g,
+                        g_gamma,
+                        i_b,
+                        i_t,
+                        bos,
+                        first,
+                        left,
+                        i_h,
+                        i_row + o_c,
+                        i_col + o_c,
+                        scale,
+                        T,
+                        H,
+                        HV,
+                        V,
+                        BT,
+                        BV,
+                        USE_G,
+                        USE_G_GAMMA,
+                        G_T_CONTIG,
+                        DOT_PRECISION,
                     )
                     m_ck = (i_col + o_c < left)[:, None] & m_k
                     b_k = tl.load(p_k + (i_col + o_c)[:, None] * (H * K) + o_k[None, :], mask=m_ck, other=0.0)
@@ -539,8 +580,29 @@ def chunk_bwd_dqkwg_sub(
 
                 for i_col in tl.static_range(i_row, BT, BC):
                     b_S = _scores_of_group(
-                        do, v, g, g_gamma, i_b, i_t, bos, first, left, i_h, i_col + o_c, i_row + o_c, scale, T,
-                        H, HV, V, BT, BV, USE_G, USE_G_GAMMA, G_T_CONTIG, DOT_PRECISION,
+                        do,
+                        v,
+                        g,
+                        g_gamma,
+                        i_b,
+                        i_t,
+                        bos,
+                        first,
+                        left,
+                        i_h,
+                        i_col + o_c,
+                        i_row + o_c,
+                        scale,
+                        T,
+                        H,
+                        HV,
+                        V,
+                        BT,
+                        BV,
+                        USE_G,
+                        USE_G_GAMMA,
+                        G_T_CONTIG,
+                        DOT_PRECISION,
                     )
                     m_ck = (i_col + o_c < left)[:, None] & m_k
                     b_q = tl.load(p_q + (i_col + o_c)[:, None] * (H * K) + o_k[None, :], mask=m_ck, other=0.0)
@@ -604,7 +666,25 @@ def chunk_bwd_dg(
         b_dG = tl.sum(b_E, axis=1) - tl.sum(b_E, axis=0)
 
         b_dG += _dg_of_states(
-            p_q, p_k, p_do, p_v, p_h, p_dh, b_G, G_last, o_c, m_t, last, scale,
-            H, HV, K, V, BK, BV, STATE_V_FIRST, DOT_PRECISION,
+            p_q,
+            p_k,
+            p_do,
+            p_v,
+            p_h,
+            p_dh,
+            b_G,
+            G_last,
+            o_c,
+            m_t,
+            last,
+            scale,
+            H,
+            HV,
+            K,
+            V,
+            BK,
+            BV,
+            STATE_V_FIRST,
+            DOT_PRECISION,
         )
         _store_dg(dg, b_dG, i_b, i_t, bos, i_h, o_c, m_t, T, HV, BT, DG_T_CONTIG)

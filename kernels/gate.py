@@ -42,7 +42,6 @@ def gdn_gate_chunk_cumsum(
     BT: tl.constexpr,
     BH: tl.constexpr,
     USE_DT_BIAS: tl.constexpr,
-    USE_SCALE: tl.constexpr,
     G_T_CONTIG: tl.constexpr,
     OUT_T_CONTIG: tl.constexpr,
     IS_VARLEN: tl.constexpr,
@@ -61,9 +60,7 @@ def gdn_gate_chunk_cumsum(
             b_x += tl.load(dt_bias + o_h, mask=o_h < HV, other=0.0).to(tl.float32)[:, None]
         b_rate = -tl.exp(tl.load(A_log + o_h, mask=o_h < HV, other=0.0).to(tl.float32))
         b_out = triangular_sum(b_rate[:, None] * _softplus(b_x), o_t, False, DOT_PRECISION)
-        if USE_SCALE:
-            b_out *= scale
-        store_head_block(out, b_out, i_b, bos, i_t * BT, length, o_t, o_h, T, HV, OUT_T_CONTIG)
+        store_head_block(out, b_out * scale, i_b, bos, i_t * BT, length, o_t, o_h, T, HV, OUT_T_CONTIG)
 
 
 @triton.jit(do_not_specialize=["T", "ROW_BLOCKS", "TASKS"])
@@ -88,7 +85,8 @@ def gdn_gate_bwd(
 ):
     """g, dgate `[B, T, HV]`, A_log and dt_bias `[HV]`; writes dg `[B, T, HV]` and sums `[programs, 2, HV]` in fp32.
 
-    Row 0 of `sums` belongs to dA_log, row 1 to ddt_bias. A task is BT tokens; ROW_BLOCKS = cdiv(T, BT), TASKS = B * ROW_BLOCKS.
+    Row 0 of `sums` belongs to dA_log, row 1 to ddt_bias. A task is BT tokens; ROW_BLOCKS = cdiv(T, BT) and
+    TASKS = B * ROW_BLOCKS.
     """
     o_t = tl.arange(0, BT)
     for i_h in range(0, HV, BH):

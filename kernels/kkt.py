@@ -75,9 +75,9 @@ def chunk_scaled_dot_kkt_fwd(
     IS_VARLEN: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
 ):
-    """k `[B, T, H, K]`, g (base 2, cumulative in the chunk) and beta `[B, T, HV]` in either layout; writes the M of the formula.
+    """k `[B, T, H, K]`, g (base 2, cumulative in the chunk) and beta `[B, T, HV]` in either layout; writes M to A.
 
-    It goes to A `[B, T, HV, BT]`; TASKS = chunks * H.
+    A is `[B, T, HV, BT]`; TASKS = chunks * H.
     """
     if IS_VARLEN:
         clear_outside_rows(A, cu_seqlens, T, N, HV * BT, BT)

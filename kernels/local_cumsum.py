@@ -101,13 +101,12 @@ def chunk_local_cumsum(
     BT: tl.constexpr,
     BH: tl.constexpr,
     REVERSE: tl.constexpr,
-    USE_SCALE: tl.constexpr,
     G_T_CONTIG: tl.constexpr,
     OUT_T_CONTIG: tl.constexpr,
     IS_VARLEN: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
 ):
-    """g `[B, T, HV]` of any float type, writes out `[B, T, HV]`, each in either layout; TASKS = chunks * cdiv(HV, BH)."""
+    """Reads g `[B, T, HV]` and writes out `[B, T, HV]`, each in either layout; TASKS = chunks * cdiv(HV, BH)."""
     if IS_VARLEN:
         clear_outside_time_axis(out, cu_seqlens, T, N, HV, OUT_T_CONTIG, BH)
     head_blocks: tl.constexpr = (HV + BH - 1) // BH
@@ -117,6 +116,4 @@ def chunk_local_cumsum(
         i_b, i_t, bos, length = locate_chunk(i_task // head_blocks, cu_seqlens, chunk_indices, T, NT, IS_VARLEN)
         b_g = load_head_block(g, i_b, bos, i_t * BT, length, o_t, o_h, T, HV, G_T_CONTIG)
         b_out = triangular_sum(b_g, o_t, REVERSE, DOT_PRECISION)
-        if USE_SCALE:
-            b_out *= scale
-        store_head_block(out, b_out, i_b, bos, i_t * BT, length, o_t, o_h, T, HV, OUT_T_CONTIG)
+        store_head_block(out, b_out * scale, i_b, bos, i_t * BT, length, o_t, o_h, T, HV, OUT_T_CONTIG)

@@ -9,8 +9,9 @@
 which is block forward substitution: as stable as the scalar one, where a Neumann series `(I - M)(I + M^2)(I + M^4)...`
 is not (its powers grow like binomials for equal keys and cancel). All of it happens in fp32.
 
-A diagonal block is inverted in one of two ways. On Ascend row by row on the vector unit. On a GPU by the same recursion on halves, `X' = X - X M_off X` with `M_off` the part of `M` that links two neighbouring
-blocks already inverted: two products for each doubling, and one warp can keep one head's block to itself.
+A diagonal block is inverted in one of two ways. On Ascend row by row on the vector unit. On a GPU by the same
+recursion on halves, `X' = X - X M_off X` with `M_off` the part of `M` that links two neighbouring blocks already
+inverted: two products for each doubling, and one warp can keep one head's block to itself.
 """
 
 import triton
@@ -237,7 +238,7 @@ def solve_tril(
     i_2: tl.constexpr = 2 if BT > 32 else 0
     i_3: tl.constexpr = 3 if BT > 32 else 0
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
-        i_b, i_t, bos, length = locate_chunk(i_task // head_blocks, cu_seqlens, chunk_indices, T, NT, IS_VARLEN)
+        _, i_t, bos, length = locate_chunk(i_task // head_blocks, cu_seqlens, chunk_indices, T, NT, IS_VARLEN)
         length = length - i_t * BT
         i_h = i_task % head_blocks
         offset = tl.cast(bos + i_t * BT, tl.int64) * (HV * BT)

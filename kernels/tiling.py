@@ -103,3 +103,50 @@ def prepare_wy_repr_bwd_tiles(K: int, V: int, BT: int, element_bytes: int, chip:
     """`(BK, BV)` of `prepare_wy_repr_bwd`: columns of k and dw, columns of v and du at a time."""
     widest = 32 if chip == "cuda" and element_bytes == 4 else 64
     return power_of_two(K, 16, widest), power_of_two(V, 16, widest)
+
+
+def head_block(HV: int, chip: str) -> int:
+    """Heads a task of `chunk_local_cumsum`, `gdn_gate_chunk_cumsum` and `gdn_gate_bwd` takes at once."""
+    return power_of_two(HV, 16, 16 if chip == "cuda" else 32)
+
+
+def chunk_scaled_dot_kkt_fwd_tiles(variant: str, K: int, V: int, BT: int, element_bytes: int, chip: str) -> tuple[int]:
+    """`(BK,)` of `chunk_scaled_dot_kkt_fwd`: columns of k at a time."""
+    if chip == "ascend":
+        return (power_of_two(K, 16, 256),)
+    return (power_of_two(K, 16, 128 if element_bytes == 2 else 16),)
+
+
+def solve_tril_tiles(
+    variant: str, K: int, V: int, BT: int, element_bytes: int, chip: str
+) -> tuple[int, bool]:
+    """`(BH, BY_ROWS)` of `solve_tril`: heads of a task, diagonal blocks row by row. `element_bytes` are the output's.
+
+    On a GPU a warp works on one head where the products are short ones, else two warps share a head.
+    """
+    if chip == "ascend":
+        return 1, True
+    return (4 if element_bytes == 2 else 2), False
+
+
+def recompute_w_u_fwd_tiles(variant: str, K: int, V: int, BT: int, element_bytes: int, chip: str) -> tuple[int, int]:
+    """`(BK, BV)` of `recompute_w_u_fwd`: columns of k and w, of v and u at a time."""
+    if chip == "ascend":  # all of them: A is then the left operand of one product each
+        return power_of_two(K, 16, 256), power_of_two(V, 16, 256)
+    widest = 64 if element_bytes == 2 else 16
+    return power_of_two(K, 16, widest), power_of_two(V, 16, widest)
+
+
+def chunk_gated_delta_rule_fwd_intra_tiles(
+    variant: str, K: int, V: int, BT: int, element_bytes: int, chip: str
+) -> tuple[bool, int, int]:
+    """`(FUSED, BH, BK)` of `chunk_gated_delta_rule_fwd_intra`: kkt and solve in one kernel, its heads, columns of k.
+
+    Ascend's matrix unit cannot read what its vector unit wrote without a way through memory, which leaves nothing to
+    gain from one kernel; and it would need the batched products that its compiler gets wrong.
+    """
+    if chip == "ascend":
+        return False, 0, 0
+    if element_bytes == 4:
+        return True, 2, 16
+    return True, 4, power_of_two(K, 16, 64)

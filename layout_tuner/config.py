@@ -15,12 +15,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from .errors import ConfigError
+from .errors import REFUSAL, REFUSED, ConfigError
 
 PREFIX = "LAYOUT_TUNER_"
 FILE = "tuner.toml"
-REFUSED = ("num_warps", "num_stages")
-REFUSAL = "num_warps and num_stages cannot be set anywhere: no kernel here takes them, on an Ascend NPU they do not exist"
 
 Policy = Literal["auto", "tune", "default", "error"]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -98,7 +99,13 @@ def guard(device: torch.device) -> AbstractContextManager[object]:
 
 def several(device: torch.device) -> bool:
     """Whether there is more than one device of that kind, so that the current one may be another."""
-    return device.type != "cpu" and torch.get_device_module(device).device_count() > 1
+    return device.type not in ("cpu", "meta") and torch.get_device_module(device).device_count() > 1
+
+
+def is_current(device: torch.device) -> bool:
+    """Whether a device of an accelerator is the one that launches go to now."""
+    index: int = torch.get_device_module(device).current_device()
+    return index == device.index
 
 
 def simulated(kind: str) -> bool:
@@ -266,3 +273,31 @@ def triton_distribution() -> tuple[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return "triton", "none"
+
+
+# -- Triton's driver -------------------------------------------------------------------------------------------
+
+
+def launch_target() -> str:
+    """What Triton launches kernels on: `cuda`, `npu`, ...; empty where it finds no device."""
+    from triton.runtime import driver
+
+    try:
+        return str(driver.active.get_current_target().backend)
+    except RuntimeError:
+        return ""
+
+
+def launch_index() -> int:
+    """Index of the device that Triton launches on now."""
+    from triton.runtime import driver
+
+    return int(driver.active.get_current_device())
+
+
+def raw_stream() -> Callable[[int], int]:
+    """Triton's function from the index of a device to its current stream, as launchers take it."""
+    from triton.runtime import driver
+
+    made: Callable[[int], int] = driver.active.get_current_stream
+    return made

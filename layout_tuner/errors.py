@@ -10,6 +10,10 @@ Wrong shapes, dtypes and devices of a call are `ValueError` and `TypeError`, as 
 """
 
 
+REFUSED = ("num_warps", "num_stages")
+REFUSAL = "num_warps and num_stages cannot be set anywhere: no kernel here takes them, on an Ascend NPU they do not exist"
+
+
 class LayoutTunerError(Exception):
     """Anything this project raises of its own accord."""
 

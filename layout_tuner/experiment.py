@@ -16,7 +16,7 @@ from .inputs import synthesize
 from .keys import Key
 from .layouts import Layout
 from .prepare import Prepared, copies
-from .registry import Call, Candidate, OpSpec, Outputs, Problem
+from .registry import Call, Candidate, OpSpec, Outputs, Problem, dtype_name
 from .tuner import Check, Runs, Trial
 
 
@@ -124,11 +124,11 @@ class Experiment:
                 return Check(error=float("inf"), limit=0.0, output=output.name)
             if tensor is None or wanted is None:
                 continue
+            # A result rounded to 16 bits is no closer than that, whatever it was computed from.
+            dtype = dtype_name(tensor) if tensor.element_size() == 2 else self.key.dtype
             check = Check(
                 error=numerics.error(tensor, wanted, self.term_rms.get(output.name, 0.0)),
-                limit=numerics.tolerance(
-                    self.key.dtype, devices.interpreting(), self.spec.tolerances.get(output.name)
-                ),
+                limit=numerics.tolerance(dtype, devices.interpreting(), self.spec.tolerances.get(output.name)),
                 output=output.name,
             )
             if check.error / check.limit >= worst.error / worst.limit:

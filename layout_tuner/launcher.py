@@ -1,6 +1,7 @@
 """A kernel with its compile-time constants bound, launched with the run-time arguments in order.
 
-Every launch of this project passes here, and none names `num_warps` or `num_stages`.
+Every launch of this project passes here, and none names `num_warps` or `num_stages`. The first launch with arguments
+of some kind goes through Triton, which compiles; the next ones launch what it compiled, see `direct`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-REFUSED = ("num_warps", "num_stages")
-Constant = bool | int | float | str
+from . import device as devices
+from . import direct
+from .direct import Constant, DirectLaunch
+from .errors import REFUSAL, REFUSED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,42 +36,117 @@ class LaunchRecord:
 
 
 _recording = threading.local()
+_recorders = 0  # of all threads: one global is all that a launch asks while nobody records
+_recorders_lock = threading.Lock()
 
 
 @contextmanager
 def recording() -> Iterator[list[LaunchRecord]]:
     """Record this thread's launches instead of running them; tensors may be on the `meta` device."""
+    global _recorders
     records: list[LaunchRecord] = []
     previous = getattr(_recording, "records", None)
     _recording.records = records
+    with _recorders_lock:
+        _recorders += 1
     try:
         yield records
     finally:
+        with _recorders_lock:
+            _recorders -= 1
         _recording.records = previous
 
 
 class BoundKernel:
-    """A kernel with its constants: `bound(grid, *run_time_arguments)` launches it on the current stream."""
+    """A kernel with its constants: `bound(grid, *run_time_arguments)` launches it on the current stream.
 
-    __slots__ = ("constants", "kernel")
+    The arguments' device has to be the current one.
+
+    Args:
+        kernel: The jitted function.
+        constants: Its compile-time constants.
+
+    Attributes:
+        direct: Launches what was compiled for the newest kind of arguments; answers whether it did.
+        variants: The same for every kind there was; None for one that Triton has to launch.
+    """
+
+    __slots__ = ("constants", "direct", "kernel", "parameters", "style", "variants")
 
     def __init__(self, kernel: Any, constants: Mapping[str, Constant]) -> None:
         self.kernel = kernel
         self.constants = dict(constants)
+        self.variants: dict[direct.Facts, DirectLaunch | None] = {}
+        self.direct: DirectLaunch = self.first
+        self.parameters: list[Any] | None = None
+        self.style: direct.Style | None = None
 
     def __call__(self, grid: int, *arguments: Any) -> None:
-        records = getattr(_recording, "records", None)
-        if records is not None:
-            records.append(
-                LaunchRecord(kernel=self.kernel, grid=grid, arguments=arguments, constants=self.constants)
-            )
+        if (_recorders and self.record(grid, arguments)) or self.direct(grid, *arguments):
             return
+        self.launch(grid, arguments)
+
+    def record(self, grid: int, arguments: tuple[Any, ...]) -> bool:
+        """Record the launch where this thread records, and say whether it does."""
+        records = getattr(_recording, "records", None)
+        if records is None:
+            return False
+        records.append(LaunchRecord(kernel=self.kernel, grid=grid, arguments=arguments, constants=self.constants))
+        return True
+
+    def first(self, grid: int, *arguments: Any) -> bool:
+        """Find out, at the first launch, how this process launches; it is Triton's turn then."""
+        if devices.interpreted(self.kernel):
+            direct.say_interpreted()
+        elif type(self.kernel).__name__ == "JITFunction":
+            self.style = direct.style()
+            self.parameters = direct.run_time_parameters(self.kernel, self.constants)
+        self.direct = not_yet if self.style and self.parameters else self.plain
+        return False
+
+    def plain(self, grid: int, *arguments: Any) -> bool:
+        """Launch through Triton."""
         if grid > 0:
             self.kernel[(grid,)](*arguments, **self.constants)
+        return True
+
+    def launch(self, grid: int, arguments: tuple[Any, ...]) -> None:
+        """Launch arguments of another kind than the newest: directly where they are known, else through Triton."""
+        if grid <= 0:
+            return
+        known = None
+        if self.style is not None and self.parameters is not None:
+            known = direct.facts(self.parameters, arguments)
+        if known is None:
+            self.plain(grid, *arguments)
+            return
+        variant = self.variants.get(known)
+        if variant is not None and variant(grid, *arguments):
+            self.direct = variant
+            return
+        compiled = self.kernel[(grid,)](*arguments, **self.constants)
+        if known not in self.variants and compiled is not None and known[0] == devices.launch_index():
+            self.keep(known, compiled)
+
+    def keep(self, known: direct.Facts, compiled: Any) -> None:
+        """Launch what was compiled for these facts directly from now on."""
+        assert self.style is not None
+        made = direct.direct_launch(self.style, self.kernel, self.constants, known, compiled)
+        self.variants[known] = made
+        if made is not None:
+            self.direct = made
+
+
+def not_yet(grid: int, *arguments: Any) -> bool:
+    """Stands in until a kernel has been compiled."""
+    return False
+
+
+_bound: dict[tuple[object, ...], BoundKernel] = {}
 
 
 def bind(kernel: Any, **constants: Constant) -> BoundKernel:
-    """Bind a kernel's compile-time constants.
+    """Bind a kernel's compile-time constants; binding the same again gives the same object, compiled kernels and all.
 
     Raises:
         ValueError: `num_warps` or `num_stages` among them: neither exists on an Ascend NPU, and no configuration of
@@ -76,5 +154,12 @@ def bind(kernel: Any, **constants: Constant) -> BoundKernel:
     """
     refused = [name for name in REFUSED if name in constants]
     if refused:
-        raise ValueError(f"{' and '.join(refused)} cannot be set: no launch of this project carries them")
-    return BoundKernel(kernel, constants)
+        raise ValueError(f"{' and '.join(refused)}: {REFUSAL}")
+    if type(kernel).__name__ != "JITFunction":  # nothing is compiled that could be kept
+        return BoundKernel(kernel, constants)
+    # True, 1 and 1.0 are equal but not the same constant.
+    same = (id(kernel), *((name, type(value), value) for name, value in constants.items()))
+    bound = _bound.get(same)
+    if bound is None or bound.kernel is not kernel:
+        bound = _bound[same] = BoundKernel(kernel, constants)
+    return bound

@@ -74,6 +74,25 @@ def arrival(tensor: torch.Tensor) -> Layout:
     return Layout.OTHER
 
 
+def as_read(found: Layout) -> Layout:
+    """The layout in which a kernel that reads either takes an operand: as it is, rows where it is neither."""
+    return Layout.T_CONTIG if found is Layout.T_CONTIG else Layout.STRIDE_HV
+
+
+def must_move(tensor: torch.Tensor, wanted: Layout) -> bool:
+    """Whether a time-axis tensor has to be copied to lie in the wanted layout."""
+    _, T, HV = tensor.shape
+    found = arrival(tensor)
+    if found is Layout.STRIDE_HV and (HV == 1 or T == 1):
+        return False  # both layouts at once
+    return found is not wanted
+
+
+def in_layout(tensor: torch.Tensor, wanted: Layout) -> torch.Tensor:
+    """The tensor in the wanted layout: itself where it lies so, else a copy."""
+    return relayout(tensor, wanted) if must_move(tensor, wanted) else tensor
+
+
 def relayout(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
     """The same `[B, T, HV]` values in `layout`; the tensor itself where it lies so already.
 

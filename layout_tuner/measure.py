@@ -7,6 +7,7 @@ nothing of the distribution. Times are microseconds throughout.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
@@ -114,23 +115,34 @@ class Interval:
     high: float
 
 
-def median_interval(samples: Sequence[float]) -> Interval:
-    """Median with the distribution-free 95 % interval of the sign test.
+def median_interval(samples: Sequence[float], doubt: float = 1 - CONFIDENCE) -> Interval:
+    """Median with the distribution-free interval of the sign test.
 
     Under 6 samples no two order statistics give 95 %; the interval then is unbounded.
+
+    Args:
+        samples: In any order.
+        doubt: Probability that the true median lies outside, half of it on either side.
     """
     ordered = sorted(samples)
     n = len(ordered)
-    rank = -1  # the largest r with P(Binomial(n, 1/2) <= r) <= 2.5 %
-    tail = 0.0
-    for r in range(n):
-        tail += math.comb(n, r) / 2**n
-        if tail > (1 - CONFIDENCE) / 2:
-            break
-        rank = r
+    rank = sign_test_rank(n, doubt / 2)
     if rank < 0:
         return Interval(median=statistics.median(ordered) if n else math.nan, low=-math.inf, high=math.inf)
     return Interval(median=statistics.median(ordered), low=ordered[rank], high=ordered[n - 1 - rank])
+
+
+@functools.cache
+def sign_test_rank(n: int, most: float) -> int:
+    """The largest r with P(Binomial(n, 1/2) <= r) <= most; -1 where there is none."""
+    rank = -1
+    tail = 0.0
+    for r in range(n):
+        tail += math.comb(n, r) / 2**n
+        if tail > most:
+            break
+        rank = r
+    return rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,10 +163,10 @@ class Rounds:
         """Median time of a callable in microseconds."""
         return statistics.median(self.samples[name])
 
-    def gain(self, name: str, baseline: str) -> Interval:
+    def gain(self, name: str, baseline: str, doubt: float = 1 - CONFIDENCE) -> Interval:
         """Fraction of the baseline's time that a callable saves, paired by round; negative where it is slower."""
         pairs = zip(self.samples[name], self.samples[baseline])
-        return median_interval([1.0 - own / base for own, base in pairs])
+        return median_interval([1.0 - own / base for own, base in pairs], doubt)
 
 
 def time_rounds(

@@ -48,10 +48,10 @@ class Prepared:
             found = enumerate(zip(spec.operands, call.tensors))
             arriving = [(i, o.name, t) for i, (o, t) in found if t is not None and o.time_axis]
             wanted = {
-                name: candidate.plan[name] if spec.moves_inputs else as_read(layouts.arrival(tensor))
+                name: candidate.plan[name] if spec.moves_inputs else layouts.as_read(layouts.arrival(tensor))
                 for _, name, tensor in arriving
             }
-            self.moves = tuple((i, wanted[name]) for i, name, tensor in arriving if must_move(tensor, wanted[name]))
+            self.moves = tuple((i, wanted[name]) for i, name, tensor in arriving if layouts.must_move(tensor, wanted[name]))
             self.restore = tuple(i for i, out in enumerate(spec.outputs) if candidate.plan.t_contig(out.name))
 
     def __call__(
@@ -95,20 +95,6 @@ class Prepared:
             if tensor is not None:
                 back[i] = layouts.relayout(tensor, Layout.STRIDE_HV)
         return tuple(back)
-
-
-def as_read(found: Layout) -> Layout:
-    """The layout in which an op that reads any layout takes an operand: as it is, rows where it is neither."""
-    return Layout.T_CONTIG if found is Layout.T_CONTIG else Layout.STRIDE_HV
-
-
-def must_move(tensor: torch.Tensor, wanted: Layout) -> bool:
-    """Whether a time-axis operand has to be copied to lie in the wanted layout."""
-    B, T, HV = tensor.shape
-    found = layouts.arrival(tensor)
-    if found is Layout.STRIDE_HV and (HV == 1 or T == 1):
-        return False  # both layouts at once
-    return found is not wanted
 
 
 def present(tensor: torch.Tensor | None) -> torch.Tensor:

@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from .config import REFUSAL, REFUSED
-from .errors import ConfigError, UnsupportedProblemError
+from .errors import REFUSAL, REFUSED, ConfigError, UnsupportedProblemError
 from .keys import Form, Key, form_text, parse_form
 from .layouts import Layout, LayoutPlan, arrival
 

@@ -12,8 +12,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator
 
 from . import registry
-from .config import REFUSAL, REFUSED
-from .errors import ConfigError, UnsupportedProblemError
+from .errors import REFUSAL, REFUSED, ConfigError, UnsupportedProblemError
 from .keys import Key, bucketed
 from .registry import DTYPES, SHORT_DTYPES, OpSpec
 

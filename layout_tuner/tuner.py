@@ -20,6 +20,8 @@ from .measure import Interval, Run, Timer, time_rounds
 
 log = logging.getLogger(__name__)
 
+FALSE_WINS = 0.01
+
 State = Literal["ok", "wrong", "failed", "skipped"]
 Failure = Literal["", "compile", "overflow", "memory", "timeout", "wrong", "device"]
 
@@ -142,9 +144,9 @@ def tune(
 ) -> Outcome:
     """Check, time and choose.
 
-    The default stays unless another candidate is faster by more than `tuning.min_gain` and its gain's interval
-    excludes that nothing is gained; among those the larger gain wins, ties go to the smaller id, so that repeated runs
-    and different ranks agree.
+    The default stays unless another candidate is faster by more than `tuning.min_gain` and its gain is certain: were
+    all candidates equal, one would be chosen in at most `FALSE_WINS / 2` of all tunings, however noisy the clock. Among
+    those the larger gain wins, ties go to the smaller id, so that repeated runs and different ranks agree.
 
     Args:
         trials: The candidates.
@@ -205,7 +207,9 @@ def tune(
                 gain=rounds.gain(name, baseline) if name != baseline else None,
                 samples=tuple(rounds.samples[name]),
             )
-    winner = choose(tuple(found[name] for name in runs), baseline, tuning.min_gain)
+    doubt = FALSE_WINS / max(1, len(runs) - 1)
+    certain = [found[name] for name in runs if kept and name != baseline and rounds.gain(name, baseline, doubt).low > 0]
+    winner = choose(certain, baseline, tuning.min_gain)
     return Outcome(
         winner=winner,
         default=default,
@@ -237,12 +241,8 @@ def examine(trial: Trial) -> tuple[Measurement, Runs | None]:
 
 
 def choose(measurements: Sequence[Measurement], baseline: str, min_gain: float) -> str:
-    """The candidate to use: the baseline unless one is faster beyond the margin and the noise."""
-    better = [
-        found
-        for found in measurements
-        if found.gain is not None and found.gain.median > min_gain and found.gain.low > 0.0
-    ]
+    """The candidate to use: the baseline unless one of those certainly faster is so beyond the margin."""
+    better = [found for found in measurements if found.gain is not None and found.gain.median > min_gain]
     if not better:
         return baseline
     best = max(found.gain.median for found in better if found.gain)

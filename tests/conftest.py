@@ -1,6 +1,8 @@
 """Where tests run: on the accelerator there is, else on the CPU through Triton's interpreter."""
 
 import os
+import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -25,6 +27,17 @@ def _no_stray_settings(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest
         if name.startswith("LAYOUT_TUNER_") and not name.startswith("LAYOUT_TUNER_TEST_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache-home")))
+
+
+@pytest.fixture(autouse=True)
+def _no_entries_left() -> Iterator[None]:
+    """What a test enabled or prepared ends with it."""
+    yield
+    if "layout_tuner.router" in sys.modules:
+        from layout_tuner import router
+
+        router.clear()
+        router.current().prepared.clear()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

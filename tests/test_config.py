@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from layout_tuner.config import REFUSAL, Config
-from layout_tuner.errors import ConfigError
+from layout_tuner.config import Config
+from layout_tuner.errors import REFUSAL, ConfigError
 
 ROOT = Path(__file__).parents[1]
 

@@ -7,8 +7,8 @@ import dv_local
 import pytest
 
 import layout_tuner
-from layout_tuner.config import REFUSAL, Config
-from layout_tuner.errors import ConfigError
+from layout_tuner.config import Config
+from layout_tuner.errors import REFUSAL, ConfigError
 from layout_tuner.shapes import Shape, keys, load_shapes, parse_shapes
 
 GOOD = {"op": dv_local.SPEC.name, "T": 20, "H": 1, "K": 16, "dtype": "bf16"}

@@ -12,7 +12,7 @@ import torch
 
 from layout_tuner import launcher
 from layout_tuner.ascend.compiler import Answer, Compiler, Request
-from layout_tuner.ascend.facts import KernelFacts
+from layout_tuner.ascend.facts import BLOCK_BYTES, KernelFacts
 from layout_tuner.ascend.lowering import Launch, Pointer, parameters
 from layout_tuner.ascend.targets import Target
 from layout_tuner.device import Chip
@@ -240,7 +240,10 @@ def _report(launch: Launch, answer: Answer, compiler: Compiler) -> KernelReport:
 
 
 def differing_lines(reports: Sequence[CandidateReport]) -> list[tuple[str, str, list[float]]]:
-    """Where candidates differ: `(what, source line, its count in each)`, largest difference first."""
+    """Where candidates differ: `(what, source line, its count in each)`, largest difference first.
+
+    Bytes are counted in blocks of 32, so that they compare with bursts and calls.
+    """
     tables: list[dict[tuple[str, str], float]] = []
     for report in reports:
         table: dict[tuple[str, str], float] = {}
@@ -263,7 +266,12 @@ def _lines(facts: KernelFacts) -> Iterable[tuple[str, str, float]]:
         what = f"{transfer.route} {transfer.argument}"
         yield f"{what}: bursts", transfer.source, transfer.bursts
         yield f"{what}: bursts under 32 bytes", transfer.source, transfer.short_bursts
-        yield f"{what}: bytes", transfer.source, transfer.bytes
+        yield f"{what}: blocks", transfer.source, transfer.bytes / BLOCK_BYTES
+    by_line: dict[str, float] = {}
+    for count in facts.vector_calls:
+        by_line[count.source] = by_line.get(count.source, 0) + count.count
+    for source, calls in by_line.items():
+        yield "vector calls", source, calls
     for name in ("deinterleaves", "transposes", "scalarised", "scalar_loads"):
         for count in getattr(facts, name):
             yield name.replace("_", " "), count.source, count.count

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from layout_tuner.keys import Key
     from layout_tuner.registry import OpSpec
 
+# Differences shown in the table.
+MOST_LINES = 24
 # How totals are shown: name, divisor, unit.
 ROWS: tuple[tuple[str, str, int], ...] = (
     ("read from arguments, KiB", "bytes_in", 1024),
@@ -225,8 +227,11 @@ def differences_table(reports: Sequence[CandidateReport]) -> Table:
     table.add_column("source", overflow="fold")
     for report in compiled:
         table.add_column(report.candidate, justify="right", overflow="fold")
-    for what, source, counts in differing_lines(compiled):
+    differing = differing_lines(compiled)
+    for what, source, counts in differing[:MOST_LINES]:
         table.add_row(what, source, *[f"{count:,.0f}" for count in counts])
+    if len(differing) > MOST_LINES:
+        table.add_row(f"{len(differing) - MOST_LINES} smaller ones: see --json")
     return table
 
 

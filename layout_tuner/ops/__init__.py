@@ -6,15 +6,34 @@ default candidate runs. Every public result is row-major.
 
 from ..packing import prepare_chunk_indices, prepare_chunk_offsets
 from .bwd_dhu import chunk_gated_delta_rule_bwd_dhu
+from .dqkwg import chunk_bwd_dqkwg
 from .dv_local import chunk_bwd_dv_local
 from .fwd_h import chunk_gated_delta_rule_fwd_h
 from .fwd_o import chunk_fwd_o
+from .gate import gdn_gate_bwd, gdn_gate_chunk_cumsum
+from .gated_delta_rule import chunk_gated_delta_rule
+from .intra import chunk_gated_delta_rule_fwd_intra
+from .kkt import chunk_scaled_dot_kkt_fwd
+from .local_cumsum import chunk_local_cumsum
+from .recompute_w_u import recompute_w_u_fwd
+from .solve_tril import solve_tril
+from .wy_bwd import prepare_wy_repr_bwd
 
 __all__ = [
+    "chunk_bwd_dqkwg",
     "chunk_bwd_dv_local",
     "chunk_fwd_o",
+    "chunk_gated_delta_rule",
     "chunk_gated_delta_rule_bwd_dhu",
     "chunk_gated_delta_rule_fwd_h",
+    "chunk_gated_delta_rule_fwd_intra",
+    "chunk_local_cumsum",
+    "chunk_scaled_dot_kkt_fwd",
+    "gdn_gate_bwd",
+    "gdn_gate_chunk_cumsum",
     "prepare_chunk_indices",
     "prepare_chunk_offsets",
+    "prepare_wy_repr_bwd",
+    "recompute_w_u_fwd",
+    "solve_tril",
 ]

@@ -44,7 +44,7 @@ def chunk_bwd_dqkwg(
         w: Asks for dw; only its shape `[B, T, HV, K]` and dtype matter. Needs dv.
         g: Chunk-local cumulative gate `[B, T, HV]`, fp32, bf16 or fp16, log2 units, in any layout. None: no gate.
         g_gamma: In place of `g`, a gate that decays by the same factor every token, `[HV]`, log2 units.
-        dv: Gradient of the corrected values, dv2 of `chunk_gated_delta_rule_bwd_dhu`, `[B, T, HV, V]`. Read for dw only.
+        dv: Gradient of the corrected values, dv2 of `chunk_gated_delta_rule_bwd_dhu`, `[B, T, HV, V]`; for dw only.
         scale: None: `K ** -0.5`.
         state_v_first: Whether h and dh are `[..., V, K]`.
         cu_seqlens: Sequence starts of a packed batch `[N + 1]`, int32 or int64; needs B == 1.
@@ -236,11 +236,9 @@ SPEC = register(
         forms={"training": "BT=64,dv=1,g=float32@STRIDE_HV,w=1"},
         more_forms=(
             "BT=64",
-            "BT=64,dv=1,g_gamma=float32,w=1",
-            "BT=64,g=float32@T_CONTIG,state_v_first=1",
-            "BT=64,dv=1,g=float32@OTHER,w=1",
-            "BT=64,g=bfloat16@STRIDE_HV",
-            "BT=32,dv=1,g=float32@STRIDE_HV,state_v_first=1,w=1",
+            "BT=64,dv=1,g_gamma=float32,state_v_first=1,w=1",
+            "BT=64,g=float32@T_CONTIG",
+            "BT=32,dv=1,g=bfloat16@OTHER,state_v_first=1,w=1",
             "BT=16,g=float32@STRIDE_HV",
         ),
         tolerances={"dq": 0.006, "dk": 0.006, "dw": 0.006, "dg": 0.006},

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from layout_tuner.kernels import beta as beta_kernels
 from layout_tuner.kernels import l2norm as l2norm_kernels
 from layout_tuner.kernels import tiling
 
@@ -26,6 +27,7 @@ from ..registry import Candidate, Launch, Operand, OpSpec, Option, Output, Probl
 
 RCP_LN2 = 1.4426950408889634
 L2NORM_EPS = 1e-6
+BETA_TOKENS = 64
 
 Tensor = torch.Tensor
 
@@ -269,16 +271,14 @@ class Chain:
         v_first = {"state_v_first": "1"} if state_v_first else {}
         gate = {"g": f"float32@{layout.value}"} if self.gated else {}
         beta = {"beta": f"float32@{layout.value}"}
+        self.raw_layout = layouts.as_read(form.arrival("g") or Layout.STRIDE_HV)
+        raw_dtype = form.dtype("g") or problem.key.dtype
+        raw = {"g": f"{raw_dtype}@{self.raw_layout.value}"}
+        bias = {name: form.entries[name] for name in ("A_log", "dt_bias") if name in form}
         if self.gated:
-            arrives = (form.arrival("g") or Layout.STRIDE_HV, layout)
-            dtype = form.dtype("g") or problem.key.dtype
-            raw = {"g": f"{dtype}@{as_read(arrives[0]).value}"}
-            plan = LayoutPlan.of({"g": as_read(arrives[0]), "out": layout})
-            if self.fused_gate:
-                bias = {"dt_bias": "1"} if problem.has("dt_bias") else {}
-                self.sum_gate = self._stage("gdn_gate_chunk_cumsum", {**raw, **bias, "scale": "1"}, plan)
-            else:
-                self.sum_gate = self._stage("chunk_local_cumsum", {**raw, "scale": "1"}, plan)
+            plan = LayoutPlan.of({"g": self.raw_layout, "out": layout})
+            op = "gdn_gate_chunk_cumsum" if self.fused_gate else "chunk_local_cumsum"
+            self.sum_gate = self._stage(op, {**raw, **bias, "output_dtype": "float32"}, plan, raw_dtype)
         self.intra = self._stage("chunk_gated_delta_rule_fwd_intra", {**gate, **beta})
         self.fwd_h = self._stage("chunk_gated_delta_rule_fwd_h", {**gate, **state, **last, **v_first})
         self.fwd_o = self._stage("chunk_fwd_o", {**gate, **v_first})
@@ -294,23 +294,35 @@ class Chain:
             self.dqkwg = self._stage("chunk_bwd_dqkwg", {**gate, "w": "1", "dv": "1", **v_first})
             self.wy_bwd = self._stage("prepare_wy_repr_bwd", {**gate, **beta})
             if self.gated:
-                plan = LayoutPlan.of({"g": layout, "out": Layout.STRIDE_HV})
-                self.sum_dg = self._stage("chunk_local_cumsum", {"g": f"float32@{layout.value}", "reverse": "1"}, plan)
+                plan = LayoutPlan.of({"g": layout, "out": layout if self.fused_gate else Layout.STRIDE_HV})
+                summed = {**gate, "output_dtype": "float32", "reverse": "1"}
+                self.sum_dg = self._stage("chunk_local_cumsum", summed, plan, "float32")
             if self.fused_gate:
-                bias = {"dt_bias": "1"} if problem.has("dt_bias") else {}
-                raw = {"g": raw["g"], "dyg": "float32@STRIDE_HV"}
-                self.gate_bwd = self._stage(
-                    "gdn_gate_bwd", {**raw, **bias}, LayoutPlan.of({"g": as_read(arrives[0]), "dg": Layout.STRIDE_HV})
-                )
+                plan = LayoutPlan.of({"g": self.raw_layout, "dyg": layout, "dg": Layout.STRIDE_HV})
+                raw["dyg"] = f"float32@{layout.value}"
+                self.gate_bwd = self._stage("gdn_gate_bwd", {**raw, **bias}, plan, raw_dtype)
+        self._bind_beta()
         if self.l2norm:
             self._bind_l2norm()
 
-    def _stage(self, op: str, entries: dict[str, str], plan: LayoutPlan | None = None) -> Launch:
-        """One stage's launch: its stored variant, else its default, with every gate in the chain's layout."""
+    def _stage(
+        self, op: str, entries: dict[str, str], plan: LayoutPlan | None = None, dtype: str | None = None
+    ) -> Launch:
+        """One stage's launch: its stored variant, else its default, with every gate in the chain's layout.
+
+        Args:
+            op: The stage.
+            entries: Its form without the chunk size.
+            plan: Its layouts; None puts every time-axis tensor into the chain's.
+            dtype: Of its first tensor; None: the chain's.
+        """
         spec, key = registry.lookup(op), self.problem.key
         sizes = {name: getattr(key, name) if name in spec.sizes else 0 for name in registry.SIZES}
-        form = spec.canonical_form(form_text({**entries, "BT": str(self.BT)}), key.dtype)
-        stage = Key(op=op, **sizes, varlen=key.varlen, dtype=key.dtype, form=form)
+        if op != "gdn_gate_bwd":  # the one stage that knows no chunks
+            entries = {**entries, "BT": str(self.BT)}
+        dtype = dtype or key.dtype
+        form = spec.canonical_form(form_text(entries), dtype)
+        stage = Key(op=op, **sizes, varlen=key.varlen, dtype=dtype, form=form)
         default = spec.default(stage, self.problem.chip)
         variant = self.problem.variant_of(spec, stage) or default.variant
         if plan is None:
@@ -345,15 +357,44 @@ class Chain:
     def _row_blocks(self, rstd: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int]:
         return -(-rstd.numel() // self._l2norm_rows), 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
+    def _bind_beta(self) -> None:
+        key, chip, t_contig = self.problem.key, self.problem.chip, self.layout is Layout.T_CONTIG
+        self.beta_layout = layouts.as_read(self.problem.form.arrival("beta") or Layout.STRIDE_HV)
+        BH = tiling.head_block(key.HV, chip.tiles)
+        constants: dict[str, launcher.Constant] = dict(
+            HV=key.HV, BT=BETA_TOKENS, BH=BH, RANGE=self.beta_range, USE_SIGMOID=self.sigmoid, Y_T_CONTIG=t_contig
+        )
+        arrives_t_contig = self.beta_layout is Layout.T_CONTIG
+        self._beta_fwd = launcher.bind(beta_kernels.beta_fwd, BETA_T_CONTIG=arrives_t_contig, **constants)
+        self._beta_bwd = launcher.bind(
+            beta_kernels.beta_bwd, DY_T_CONTIG=t_contig, DBETA_T_CONTIG=False, **constants
+        )
+        self._head_blocks = -(-key.HV // BH)
+
+    def _beta_tasks(self, beta: Tensor) -> tuple[int, int]:
+        """Blocks of tokens in a row, and tasks of the two kernels of beta."""
+        row_blocks = -(-beta.shape[1] // BETA_TOKENS)
+        return row_blocks, beta.shape[0] * row_blocks * self._head_blocks
+
     def _beta(self, beta: Tensor) -> Tensor:
-        """beta as the stages read it: fp32, through its sigmoid where asked for, in the chain's layout."""
-        if self.sigmoid:
-            shaped = layouts.empty(tuple(beta.shape), self.layout, torch.float32, beta.device)
-            torch.sigmoid(beta.float(), out=shaped)
-            return shaped.mul_(self.beta_range) if self.beta_range != 1.0 else shaped
-        if as_read(layouts.arrival(beta)) is not self.layout and min(beta.shape[1:]) > 1:
-            beta = layouts.relayout(beta, self.layout)
-        return beta.float()
+        """beta as the stages read it: through its sigmoid where asked for, in the chain's layout."""
+        if not self.sigmoid and not layouts.must_move(beta, self.layout):
+            return beta
+        B, T, HV = beta.shape
+        y = layouts.empty((B, T, HV), self.layout, torch.float32, beta.device)
+        row_blocks, tasks = self._beta_tasks(beta)
+        self._beta_fwd(min(tasks, self.problem.chip.vector_programs), beta, y, T, row_blocks, tasks)
+        return y
+
+    def _beta_gradient(self, y: Tensor, dy: Tensor) -> Tensor:
+        """The gradient of the caller's beta, row-major: through the sigmoid where the op applied it."""
+        if not self.sigmoid and not layouts.must_move(dy, Layout.STRIDE_HV):
+            return dy
+        B, T, HV = dy.shape
+        dbeta = layouts.empty((B, T, HV), Layout.STRIDE_HV, torch.float32, dy.device)
+        row_blocks, tasks = self._beta_tasks(dy)
+        self._beta_bwd(min(tasks, self.problem.chip.vector_programs), y, dy, dbeta, T, row_blocks, tasks)
+        return dbeta
 
     def forward(
         self,
@@ -412,8 +453,8 @@ class Chain:
         packed = (cu_seqlens, chunk_indices)
         wants_q, wants_k, wants_v, wants_g, wants_beta, wants_A, wants_bias, wants_h0 = wanted
         q, k, v, A, initial_state = saved.q, saved.k, saved.v, saved.A, saved.initial_state
-        G = None if saved.g is None else self._as_planned(saved.g)
-        beta = self._as_planned(saved.beta)
+        G = None if saved.g is None else layouts.in_layout(saved.g, self.layout)
+        beta = layouts.in_layout(saved.beta, self.layout)
         do = do.contiguous()
 
         w, u = self.recompute_w_u(k, v, beta, A, G, *packed)
@@ -454,13 +495,6 @@ class Chain:
             dh0 if wants_h0 else None,
         )
 
-    def _as_planned(self, tensor: Tensor) -> Tensor:
-        """A saved gate in the chain's layout."""
-        found = layouts.arrival(tensor)
-        if found is self.layout or (found is Layout.STRIDE_HV and min(tensor.shape[1:]) == 1):
-            return tensor
-        return layouts.relayout(tensor, self.layout)
-
     def _gate_gradients(
         self,
         saved: Saved,
@@ -475,16 +509,9 @@ class Chain:
         (dg,) = self.sum_dg(dG, None, *packed)
         if not self.fused_gate:
             return dg, None, None
-        raw_g = present(saved.raw_g)
+        raw_g = layouts.in_layout(present(saved.raw_g), self.raw_layout)
         dg, dA_log, ddt_bias = self.gate_bwd(raw_g, saved.A_log, saved.dt_bias, dg, *packed)
         return dg, dA_log, ddt_bias
-
-    def _beta_gradient(self, beta: Tensor, dbeta: Tensor) -> Tensor:
-        """The gradient of the caller's beta, row-major: through the sigmoid where the op applied it."""
-        if self.sigmoid:
-            shaped = layouts.empty(tuple(beta.shape), Layout.STRIDE_HV, torch.float32, beta.device)
-            return torch.mul(dbeta, beta * (1.0 - beta / self.beta_range), out=shaped)
-        return layouts.relayout(dbeta, Layout.STRIDE_HV)
 
     def __call__(self, *arguments: Any) -> tuple[Tensor | None, ...]:
         """Forward and, with `grad`, backward, as the tuner runs it: the operands with do and dht, then the rest."""
@@ -495,11 +522,6 @@ class Chain:
         wanted = [tensor is not None for tensor in inputs]
         gradients = self.backward(saved, do, dht, wanted, scale, cu_seqlens, chunk_indices)
         return (o, final_state, *gradients)
-
-
-def as_read(found: Layout) -> Layout:
-    """The layout a kernel that reads any layout finds an operand in: OTHER was copied to STRIDE_HV."""
-    return Layout.T_CONTIG if found is Layout.T_CONTIG else Layout.STRIDE_HV
 
 
 def _bind(problem: Problem, candidate: Candidate) -> Launch:
@@ -575,7 +597,7 @@ SPEC = register(
         layout_groups=(("g", "beta"),),
         variants=("chain",),
         sources=(
-            "bwd_dhu", "dqkwg", "dv_local", "fwd_h", "fwd_o", "gate", "intra", "kkt", "l2norm", "local_cumsum",
+            "beta", "bwd_dhu", "dqkwg", "dv_local", "fwd_h", "fwd_o", "gate", "intra", "kkt", "l2norm", "local_cumsum",
             "recompute_w_u", "solve_tril", "state", "wy_bwd",
         ),  # fmt: skip
         moves_inputs=False,

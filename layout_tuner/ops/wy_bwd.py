@@ -155,7 +155,6 @@ SPEC = register(
         forms={"training": "BT=64,beta=float32@STRIDE_HV,g=float32@STRIDE_HV"},
         more_forms=(
             "BT=64,beta=float32@STRIDE_HV",
-            "BT=64,beta=float32@T_CONTIG,g=float32@T_CONTIG",
             "BT=64,beta=float32@T_CONTIG,g=float32@STRIDE_HV",
             "BT=64,beta=float32@OTHER,g=float32@OTHER",
             "BT=32,beta=float32@STRIDE_HV,g=bfloat16@STRIDE_HV",

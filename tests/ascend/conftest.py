@@ -21,7 +21,7 @@ CACHE = Path(__file__).parents[2] / ".cache" / "ascend"
 def toolchain() -> Toolchain:
     """The toolchain, wherever `make ascend` or the environment put it."""
     try:
-        return find_toolchain(os.environ.get("LAYOUT_TUNER_ASCEND_PYTHON") or None)
+        return find_toolchain(os.environ.get("LAYOUT_TUNER_TEST_ASCEND_PYTHON") or None)
     except ConfigError as error:
         pytest.skip(f"needs the Ascend compiler, which `make ascend` installs: {error}")
 

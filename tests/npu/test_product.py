@@ -21,7 +21,7 @@ from layout_tuner.measure import EventTimer
 from layout_tuner.router import Router
 
 B, T, H, HV, K, V, BT = 1, 21, 1, 2, 16, 16, 16
-CONFIG = Config(measure=Measure(warmup_rounds=1, min_rounds=6, max_rounds=6))
+CONFIG = Config(measure=Measure(warmup_rounds=1, min_rounds=10, max_rounds=10))
 SPEC = registry.lookup("chunk_bwd_dv_local")
 CANDIDATES = ("full/g=STRIDE_HV", "full/g=T_CONTIG", "sub/g=STRIDE_HV", "sub/g=T_CONTIG")
 

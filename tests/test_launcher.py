@@ -1,0 +1,135 @@
+"""Launches: bound, recorded, and never with a number of warps or stages."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import dv_local
+import pytest
+import torch
+from dv_local import SPEC
+
+from layout_tuner import launcher
+from layout_tuner.device import Chip
+from layout_tuner.errors import REFUSAL
+from layout_tuner.inputs import synthesize
+from layout_tuner.kernels import dv_local as kernels
+from layout_tuner.prepare import Prepared
+from layout_tuner.registry import Problem
+
+ROOT = Path(__file__).parents[1]
+SOURCES = [path for folder in ("layout_tuner", "kernels", "cache", "bench") for path in (ROOT / folder).rglob("*.py")]
+CHIP = Chip(kind="npu", name="an NPU", cube_programs=3, vector_programs=6)
+
+
+class Kernel:
+    """Stands for a jitted function: remembers its launches."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[tuple[int, ...], tuple[object, ...], dict[str, object]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        return lambda *arguments, **named: self.launches.append((grid, arguments, named))
+
+
+def test_a_launch_is_the_kernel_with_its_constants() -> None:
+    kernel = Kernel()
+    launcher.bind(kernel, BT=64, USE_G=True)(5, "q", None, 3)
+    assert kernel.launches == [((5,), ("q", None, 3), {"BT": 64, "USE_G": True})]
+
+
+def test_an_empty_grid_launches_nothing() -> None:
+    kernel = Kernel()
+    launcher.bind(kernel)(0)
+    assert not kernel.launches
+
+
+def test_recording_keeps_a_launch_and_runs_nothing() -> None:
+    kernel = Kernel()
+    bound = launcher.bind(kernel, BT=64)
+    with launcher.recording() as outer:
+        bound(1, "a")
+        with launcher.recording() as inner:
+            bound(0, "b")
+        bound(2, "c")
+    assert [(record.grid, record.arguments) for record in outer] == [(1, ("a",)), (2, ("c",))]
+    assert [(record.grid, dict(record.constants)) for record in inner] == [(0, {"BT": 64})]
+    assert not kernel.launches
+    bound(1, "d")
+    assert len(kernel.launches) == 1
+
+
+def test_recording_ends_with_an_exception() -> None:
+    kernel = Kernel()
+    with pytest.raises(KeyError), launcher.recording():
+        raise KeyError
+    launcher.bind(kernel)(1)
+    assert kernel.launches
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_ops_record_on_meta_tensors(varlen: bool) -> None:
+    key = dv_local.key(T=70, varlen=varlen)
+    call = synthesize(SPEC, key, "meta")
+    candidate = SPEC.candidates(key)[1]
+    indices = torch.empty((6, 2), dtype=torch.int32, device="meta") if varlen else None
+    with launcher.recording() as records:
+        prepared = Prepared(SPEC, Problem(key=key, chip=CHIP), candidate, call)
+        (dv,) = prepared(call.tensors, (None,), call.cu_seqlens, indices)
+    (record,) = records
+    assert dv.shape == (1, 70, 2, 16)
+    assert record.kernel is kernels.chunk_bwd_dv_local_full
+    assert record.grid == CHIP.cube_programs
+    assert record.constants["G_T_CONTIG"] is True
+    assert record.constants["IS_VARLEN"] is varlen
+    assert len(record.arguments) + len(record.constants) == len(record.kernel.arg_names)
+
+
+@pytest.mark.parametrize("name", ["num_warps", "num_stages"])
+def test_binding_refuses_warps_and_stages(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: {re.escape(REFUSAL)}"):
+        launcher.bind(Kernel(), **{name: 4})
+
+
+def names_set(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Every name that a source sets: keywords, parameters, assignments and keys of dictionaries."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg:
+            yield node.value.lineno, node.arg
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.Dict):
+            yield from ((key.lineno, str(key.value)) for key in node.keys if isinstance(key, ast.Constant))
+        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            yield node.lineno, str(node.slice.value)
+
+
+def test_no_source_sets_warps_or_stages() -> None:
+    assert len(SOURCES) > 50
+    refused = {"num_warps", "num_stages", "num_ctas", "maxnreg", "autotune", "Autotuner", "heuristics"}
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in SOURCES
+        for line, name in names_set(ast.parse(path.read_text()))
+        if name in refused
+    ]
+    assert not found
+
+
+def test_every_launch_goes_through_the_launcher() -> None:
+    """`kernel[grid](...)` stands in the launcher, and where the interpreter itself is probed."""
+    found = {
+        str(path.relative_to(ROOT))
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Subscript)
+        and isinstance(node.func.slice, ast.Tuple)
+        and path.parts[-2] != "bench"
+    }
+    assert found == {"layout_tuner/launcher.py", "layout_tuner/device.py"}

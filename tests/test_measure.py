@@ -1,0 +1,125 @@
+"""Timing with a set clock: order, discarded samples, intervals, the budget."""
+
+import itertools
+import math
+
+import pytest
+from timers import Named, SetTimer, noisy_times, set_times
+
+from layout_tuner.measure import HostTimer, Rounds, median_interval, time_rounds
+
+FEW = {"warmup_rounds": 1, "min_rounds": 6, "max_rounds": 12, "interval": 0.01, "deadline": math.inf}
+
+
+def rounds(timer: SetTimer, names: str = "abc", baseline: str = "a", **settings: object) -> Rounds:
+    return time_rounds({name: Named(name) for name in names}, baseline, timer, **(FEW | settings))
+
+
+def test_every_round_times_each_once_in_rotating_order() -> None:
+    timer = set_times({"a": 10.0, "b": 20.0, "c": 30.0})
+    kept = rounds(timer)
+    assert all(sorted(order) == ["a", "b", "c"] for order in timer.orders)
+    assert [order[0] for order in timer.orders[1:]] == ["a", "b", "c", "a", "b", "c"]
+    assert timer.orders[2] == ("b", "c", "a")
+    assert kept.samples == {"a": [10.0] * 6, "b": [20.0] * 6, "c": [30.0] * 6}
+    assert (kept.discarded, kept.stopped) == (0, "narrow")
+
+
+def test_samples_belong_to_their_callable_whatever_the_order() -> None:
+    kept = rounds(noisy_times({"a": 10.0, "b": 100.0, "c": 1000.0}, seed=1), interval=1e-9)
+    for name, size in (("a", 10.0), ("b", 100.0), ("c", 1000.0)):
+        assert all(size / 2 < sample < 2 * size for sample in kept.samples[name])
+
+
+@pytest.mark.parametrize("bad", [0.0, -3.0, math.nan, math.inf])
+def test_unusable_samples_discard_their_round_and_are_counted(bad: float) -> None:
+    taken = itertools.count()
+    kept = rounds(SetTimer(lambda name, place: bad if next(taken) % 7 == 3 else 10.0), min_rounds=8, interval=1e-9)
+    assert kept.discarded > 0
+    assert {len(samples) for samples in kept.samples.values()} == {8}
+    assert all(sample == 10.0 for samples in kept.samples.values() for sample in samples)
+
+
+def test_a_timer_that_never_works_ends_too() -> None:
+    kept = rounds(SetTimer(lambda name, place: 0.0))
+    assert kept.samples["a"] == []
+    assert kept.discarded == FEW["min_rounds"] + FEW["max_rounds"]
+
+
+def test_only_some_may_be_zero() -> None:
+    times = {"a": 10.0, "copy": 0.0}
+    runs = {name: Named(name) for name in times}
+    kept = time_rounds(runs, "a", set_times(times), may_be_zero={"copy"}, **FEW)
+    assert kept.discarded == 0
+    assert kept.median("copy") == 0.0
+
+
+def test_rounds_go_on_until_the_interval_is_narrow() -> None:
+    wide = rounds(noisy_times({"a": 10.0, "b": 9.0, "c": 11.0}, seed=3), interval=1e-6)
+    assert (len(wide.samples["a"]), wide.stopped) == (FEW["max_rounds"], "rounds")
+    narrow = rounds(set_times({"a": 10.0, "b": 9.0, "c": 11.0}))
+    assert (len(narrow.samples["a"]), narrow.stopped) == (FEW["min_rounds"], "narrow")
+
+
+def test_warm_up_ends_when_two_rounds_agree() -> None:
+    times = iter([100.0, 50.0, 20.0, 10.0, 10.1] + [10.0] * 6)
+    kept = rounds(SetTimer(lambda name, place: next(times)), names="a", warmup_rounds=20)
+    assert kept.samples["a"] == [10.0] * 6
+
+
+def test_warm_up_has_a_cap() -> None:
+    counter = itertools.count(1)
+    timer = SetTimer(lambda name, place: 2.0 ** -next(counter))
+    rounds(timer, names="a", warmup_rounds=4)
+    assert len(timer.orders) == 4 + FEW["min_rounds"]
+
+
+def test_the_budget_ends_rounds_but_one_is_always_taken() -> None:
+    now = itertools.count()
+    timer = set_times({"a": 10.0, "b": 9.0})
+    kept = rounds(timer, names="ab", clock=lambda: float(next(now)), deadline=4.0)
+    assert kept.stopped == "budget"
+    assert len(kept.samples["a"]) == 4
+    kept = rounds(timer, names="ab", clock=lambda: 10.0, deadline=4.0)
+    assert (len(kept.samples["a"]), kept.stopped) == (1, "budget")
+
+
+def test_gain_is_paired_by_round() -> None:
+    paired = Rounds(samples={"a": [10.0, 20.0, 40.0], "b": [9.0, 18.0, 36.0]}, discarded=0, stopped="rounds")
+    assert paired.gain("b", "a").median == pytest.approx(0.1)
+    assert paired.gain("a", "b").median == pytest.approx(1 - 10 / 9)
+
+
+# Ranks of the 95 % sign-test interval of the median, counted from 1, as tables of the binomial distribution have them.
+@pytest.mark.parametrize(
+    ("n", "low", "high"),
+    [(6, 1, 6), (8, 1, 8), (9, 2, 8), (11, 2, 10), (12, 3, 10), (15, 4, 12), (20, 6, 15), (30, 10, 21), (100, 40, 61)],
+)
+def test_interval_has_the_ranks_of_the_sign_test(n: int, low: int, high: int) -> None:
+    samples = [float((17 * i) % n + 1) if math.gcd(17, n) == 1 else float(i + 1) for i in range(n)]
+    found = median_interval(samples)
+    assert (found.low, found.high) == (low, high)
+    assert found.median == (n + 1) / 2
+
+
+@pytest.mark.parametrize("n", range(6))
+def test_too_few_samples_know_nothing(n: int) -> None:
+    found = median_interval([1.0] * n)
+    assert (found.low, found.high) == (-math.inf, math.inf)
+    assert math.isnan(found.median) if n == 0 else found.median == 1.0
+
+
+def test_interval_covers_the_median_as_often_as_it_says() -> None:
+    timer = noisy_times({"a": 10.0}, seed=5)
+    covered = 0
+    for _ in range(1000):
+        found = median_interval([timer.round_us([Named("a")])[0] for _ in range(15)])
+        covered += found.low <= 10.01 <= found.high
+    assert covered >= 930
+
+
+def test_host_timer_runs_each_in_order() -> None:
+    ran: list[str] = []
+    samples = HostTimer().round_us([lambda: ran.append("a"), lambda: ran.append("b")])
+    assert ran == ["a", "b"]
+    assert all(sample > 0 for sample in samples)

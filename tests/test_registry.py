@@ -1,0 +1,198 @@
+"""Declarations of ops: what a call may look like, which candidates a key has, which of them is the default."""
+
+from dataclasses import replace
+
+import dv_local
+import pytest
+import torch
+from dv_local import CANDIDATES, SPEC
+
+from layout_tuner import registry
+from layout_tuner.device import Chip
+from layout_tuner.errors import ConfigError, UnsupportedProblemError
+from layout_tuner.inputs import synthesize
+from layout_tuner.layouts import relayout
+from layout_tuner.registry import Call
+
+CPU = torch.device("cpu")
+CHIPS = {kind: Chip(kind=kind, name=kind, cube_programs=4, vector_programs=8) for kind in ("npu", "cuda", "cpu")}
+
+
+def call(form: str = dv_local.FORM, **named: object) -> Call:
+    """A call of the op on the CPU, with some of its arguments replaced."""
+    made = synthesize(SPEC, dv_local.key(form), CPU)
+    tensors = dict(zip((operand.name for operand in SPEC.operands), made.tensors, strict=True))
+    other = {name: named.pop(name) for name in ("cu_seqlens", "chunk_indices") if name in named}
+    return replace(made, tensors=tuple((tensors | named).values()), **other)
+
+
+def complaint(**named: object) -> str:
+    with pytest.raises(ValueError, match="^chunk_bwd_dv_local: ") as caught:
+        SPEC.key(call(**named))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_synthetic_calls_have_the_key_they_were_made_from(name: str) -> None:
+    spec = registry.lookup(name)
+    for form in spec.every_form:
+        for varlen in (False, True):
+            sizes = {"B": 1 if varlen else 2, "T": 70, "H": 2, "HV": 4, "K": 8, "V": 12}
+            own = {size: value if size in spec.sizes else 0 for size, value in sizes.items()}
+            key = registry.Key(op=name, **own, varlen=varlen and "T" in spec.sizes, dtype="float16", form=form)
+            assert spec.key(synthesize(spec, key, CPU)) == key
+
+
+def test_every_mistake_is_named_at_once() -> None:
+    message = complaint(
+        k=torch.zeros(1, 21, 1, 16),
+        do=torch.zeros(2, 20, 2, 16),
+        g=torch.zeros(1, 20, 3, dtype=torch.float64),
+        cu_seqlens=torch.zeros(3),
+    )
+    for part in ("k: wanted T=20", "do: wanted B=1", "g: wanted HV=2", "g: wanted one of float32", "cu_seqlens: wanted"):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ({"q": None}, "q: wanted a tensor, got None"),
+        ({"do": None}, r"do: wanted [B, T, HV, V], got None"),
+        ({"k": torch.zeros(1, 20, 16)}, "k: wanted [B, T, H, K], got [1, 20, 16]"),
+        ({"k": torch.zeros(1, 20, 1, 16, dtype=torch.float16)}, "k: wanted float32 as q, got float16"),
+        ({"do": torch.zeros(1, 20, 2, 16, device="meta")}, "do: wanted device cpu as q, got meta"),
+        ({"g": torch.zeros(1, 20, 2, dtype=torch.int32)}, "g: wanted one of float32, bfloat16, float16, got int32"),
+        ({"cu_seqlens": torch.tensor([0, 20], dtype=torch.int16)}, "cu_seqlens: wanted int32 or int64, got int16"),
+        ({"cu_seqlens": torch.tensor([0])}, "cu_seqlens: wanted [N + 1], got [1]"),
+        ({"cu_seqlens": torch.tensor([0, 1, 2, 3])[::2]}, "cu_seqlens: wanted a contiguous tensor"),
+        ({"cu_seqlens": torch.tensor([0, 20], device="meta")}, "cu_seqlens: wanted device cpu, got meta"),
+        ({"chunk_indices": torch.zeros(3, 3, dtype=torch.int32)}, "chunk_indices: wanted [NT, 2], got [3, 3]"),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_mistakes_of_a_call(named: dict[str, object], said: str) -> None:
+    assert said in complaint(**named)
+
+
+def test_heads_have_to_divide() -> None:
+    tensors = {name: torch.zeros(1, 20, 2, 16) for name in ("q", "k")}
+    message = complaint(**tensors, do=torch.zeros(1, 20, 3, 16), g=torch.zeros(1, 20, 3))
+    assert "HV: wanted a multiple of H=2, got 3" in message
+
+
+def test_empty_sizes_are_refused() -> None:
+    empty = {"q": torch.zeros(1, 0, 1, 16), "k": torch.zeros(1, 0, 1, 16), "do": torch.zeros(1, 0, 2, 16)}
+    assert "T: wanted at least 1, got 0" in complaint(**empty, g=torch.zeros(1, 0, 2))
+
+
+def test_packed_batch_has_one_row() -> None:
+    two = {name: torch.zeros(2, 20, 1, 16) for name in ("q", "k")}
+    message = complaint(**two, do=torch.zeros(2, 20, 2, 16), g=torch.zeros(2, 20, 2), cu_seqlens=torch.tensor([0, 20]))
+    assert "cu_seqlens: wanted B=1 for a packed batch, got B=2" in message
+
+
+def test_operand_that_is_no_tensor() -> None:
+    with pytest.raises(TypeError, match="chunk_bwd_dv_local: g: wanted a tensor, got list"):
+        SPEC.key(call(g=[1.0]))
+
+
+def test_every_reason_for_an_unsupported_problem() -> None:
+    with pytest.raises(UnsupportedProblemError) as caught:
+        SPEC.require(dv_local.key("BT=48", K=257, V=300))
+    assert len(caught.value.reasons) == 3
+    for part in ("K=257", "V=300", "chunk_size=48"):
+        assert part in str(caught.value)
+
+
+def test_the_key_holds_what_changes_the_work() -> None:
+    base = SPEC.key(call())
+    assert base == dv_local.key()
+    g = torch.zeros(1, 20, 2)
+    assert SPEC.key(call(g=relayout(g, registry.Layout.T_CONTIG))).form == "BT=16,g=float32@T_CONTIG"
+    assert SPEC.key(call(g=torch.zeros(1, 20, 4)[..., ::2])).form == "BT=16,g=float32@OTHER"
+    assert SPEC.key(call(g=g.half())).form == "BT=16,g=float16@STRIDE_HV"
+    assert SPEC.key(call(g=None)).form == "BT=16"
+    assert SPEC.key(call(g=None, g_gamma=torch.zeros(2))).form == "BT=16,g_gamma=1"
+    assert SPEC.key(call(g=None, g_gamma=torch.zeros(2).half())).form == "BT=16,g_gamma=float16"
+    assert SPEC.key(call(cu_seqlens=torch.tensor([0, 20]))) == replace(base, varlen=True)
+
+
+def ids(form: str, **sizes: int) -> tuple[str, ...]:
+    return tuple(candidate.id for candidate in SPEC.candidates(dv_local.key(form, **sizes)))
+
+
+def test_candidates_are_variants_times_plans() -> None:
+    assert ids("BT=16,g=float32@STRIDE_HV") == CANDIDATES
+    assert ids("BT=16,g=float32@OTHER") == CANDIDATES
+
+
+def test_what_arrives_t_contig_has_no_other_plan() -> None:
+    assert ids("BT=16,g=float32@T_CONTIG") == ("full/g=T_CONTIG", "sub/g=T_CONTIG")
+    for chip in CHIPS.values():
+        assert SPEC.default(dv_local.key("BT=16,g=float32@T_CONTIG"), chip).id == "full/g=T_CONTIG"
+
+
+def test_without_a_gate_no_layout_is_a_choice() -> None:
+    assert ids("BT=16") == ("full", "sub")
+
+
+@pytest.mark.parametrize("sizes", [{"HV": 1}, {"T": 1}])
+def test_one_head_or_one_token_is_nothing_to_choose(sizes: dict[str, int]) -> None:
+    assert ids(dv_local.FORM, **sizes) == ("full/g=STRIDE_HV", "sub/g=STRIDE_HV")
+    assert SPEC.nothing_to_choose(dv_local.key(**sizes))
+    assert not SPEC.nothing_to_choose(dv_local.key())
+
+
+def test_groups_share_a_layout() -> None:
+    paired = replace(
+        SPEC,
+        operands=(*SPEC.operands, registry.Operand(name="beta", dims="B T HV", time_axis=True)),
+        outputs=(*SPEC.outputs, registry.Output(name="dg", time_axis=True, needs="g")),
+        layout_groups=(("g", "beta"), ("dg",)),
+    )
+    form = "BT=16,beta=float32@STRIDE_HV,g=float32@STRIDE_HV"
+    assert [str(plan) for plan in paired.plans(dv_local.key(form))] == [
+        "g=STRIDE_HV,beta=STRIDE_HV,dg=STRIDE_HV",
+        "g=STRIDE_HV,beta=STRIDE_HV,dg=T_CONTIG",
+        "g=T_CONTIG,beta=T_CONTIG,dg=STRIDE_HV",
+        "g=T_CONTIG,beta=T_CONTIG,dg=T_CONTIG",
+    ]
+    assert [str(plan) for plan in paired.plans(dv_local.key("BT=16,beta=float32@T_CONTIG"))] == ["beta=T_CONTIG"]
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("npu", "T_CONTIG"), ("cuda", "STRIDE_HV"), ("cpu", "STRIDE_HV")])
+def test_default_of_a_chip(kind: str, layout: str) -> None:
+    assert SPEC.default(dv_local.key(), CHIPS[kind]).id == f"full/g={layout}"
+
+
+def test_default_is_always_a_candidate() -> None:
+    for name in registry.names():
+        spec = registry.lookup(name)
+        for form in spec.every_form:
+            for sizes in ({}, {"HV": 1}, {"T": 1}):
+                key = replace(dv_local.key(form, **sizes), op=name)
+                for chip in CHIPS.values():
+                    assert spec.default(key, chip) in spec.candidates(key)
+
+
+def test_default_variant_of_a_chip() -> None:
+    spec = replace(SPEC, default_variants={"npu": "sub"})
+    assert spec.default(dv_local.key(), CHIPS["npu"]).id == "sub/g=T_CONTIG"
+    assert spec.default(dv_local.key(), CHIPS["cuda"]).id == "full/g=STRIDE_HV"
+
+
+def test_a_name_is_taken_once() -> None:
+    with pytest.raises(ValueError, match="'chunk_bwd_dv_local' is registered already"):
+        registry.register(SPEC)
+
+
+def test_unknown_op_lists_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"no op 'nothing' \(there are .*chunk_bwd_dv_local"):
+        registry.lookup("nothing")
+
+
+def test_revision_is_of_the_device_sources() -> None:
+    assert SPEC.revision == registry.source_revision(("dv_local",))
+    assert SPEC.revision != registry.source_revision(("fwd_o",))
+    assert len({candidate.revision for candidate in SPEC.candidates(dv_local.key())}) == 1

@@ -1,0 +1,552 @@
+"""From a call to its launch: scopes, hits, misses, policies, and what a failure may not do."""
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+
+import pytest
+import torch
+from dv_local import CANDIDATES, SPEC, arguments, assert_right, dv_local, key
+from timers import SetTimer, set_times
+
+import layout_tuner
+from layout_tuner import device as devices
+from layout_tuner import inputs, router
+from layout_tuner.cache.store import Store
+from layout_tuner.config import Config
+from layout_tuner.environment import environment
+from layout_tuner.errors import CacheError, ConfigError, TuningError, UnsupportedProblemError
+from layout_tuner.kernels import dv_local as kernels
+from layout_tuner.layouts import Layout, relayout
+from layout_tuner.router import Router
+from layout_tuner.tuner import Outcome
+
+SECOND = "sub/g=T_CONTIG"
+SECOND_WINS = {name: 2.0 if name == SECOND else 10.0 for name in CANDIDATES}
+
+
+class NeverTimed:
+    """A timer for what must not be tuned."""
+
+    def round_us(self, runs: object) -> list[float]:
+        raise AssertionError("tuned")
+
+
+class Counted(Router):
+    """Counts misses and tunings; tuning decides for the last candidate without running anything."""
+
+    def __init__(self, config: Config, **named: object) -> None:
+        super().__init__(config, **named)
+        self.missed_calls = 0
+        self.tuned: list[object] = []
+        self.raises: Exception | None = None
+
+    def resolve(self, *arguments: object):
+        self.missed_calls += 1
+        return super().resolve(*arguments)
+
+    def tune(self, spec, key, device):
+        self.tuned.append(key)
+        if self.raises is not None:
+            raise self.raises
+        return Outcome(winner=spec.candidates(key)[-1].id, default="", measurements=())
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "decisions.sqlite"
+
+
+@pytest.fixture
+def config(file: Path) -> Config:
+    return Config(cache={"path": str(file)})
+
+
+@contextmanager
+def entered(made: Router) -> Iterator[Router]:
+    ticket = router.push(made)
+    try:
+        yield made
+    finally:
+        router.remove(ticket)
+        made.close()
+
+
+def tuning(config: Config, times: dict[str, float] | None = None, **named: object) -> Router:
+    """A router that tunes with a set clock."""
+    return Router(config, on_miss="tune", timer=set_times(times or SECOND_WINS), **named)
+
+
+def ran(made: Router) -> list[str]:
+    """The candidates a router has prepared."""
+    return [prepared.candidate.id for prepared in made.prepared.values()]
+
+
+# -- enable, disable ---------------------------------------------------------------------------------------------
+
+
+def test_without_enable_the_default_runs(device: torch.device) -> None:
+    given = arguments(device)
+    assert not layout_tuner.is_enabled()
+    assert_right(dv_local(given), given)
+    assert ran(router.current()) == [SPEC.default(key(), devices.chip(device)).id]
+
+
+def test_scopes_nest_and_the_newest_wins(config: Config) -> None:
+    outside = router.current()
+    with layout_tuner.enable(config):
+        first = router.current()
+        with layout_tuner.enable(config):
+            assert router.current() not in (first, outside)
+        assert router.current() is first
+        assert layout_tuner.is_enabled()
+    assert router.current() is outside
+    assert not layout_tuner.is_enabled()
+
+
+def test_scopes_end_in_any_order(config: Config) -> None:
+    first = layout_tuner.enable(config)
+    of_first = router.current()
+    second = layout_tuner.enable(config)
+    of_second = router.current()
+    first.__exit__(None, None, None)
+    assert router.current() is of_second is not of_first
+    first.__exit__(None, None, None)
+    assert layout_tuner.is_enabled()
+    second.__exit__(None, None, None)
+    assert not layout_tuner.is_enabled()
+
+
+def test_an_exception_leaves_the_scope(config: Config) -> None:
+    with pytest.raises(KeyError), layout_tuner.enable(config):
+        raise KeyError
+    assert not layout_tuner.is_enabled()
+
+
+def test_enable_at_the_call_lasts_until_disable(config: Config) -> None:
+    layout_tuner.enable(config)
+    layout_tuner.enable(config)
+    assert layout_tuner.is_enabled()
+    layout_tuner.disable()
+    assert not layout_tuner.is_enabled()
+
+
+def test_disable_within_a_scope(config: Config) -> None:
+    with layout_tuner.enable(config):
+        layout_tuner.disable()
+        assert not layout_tuner.is_enabled()
+        layout_tuner.enable(config)
+    assert layout_tuner.is_enabled()
+
+
+def test_decorator_enables_inside_the_call_only(config: Config) -> None:
+    seen = []
+
+    @layout_tuner.enable(config)
+    def forward(x: int, depth: int = 0) -> int:
+        """Doc."""
+        seen.append(router.current())
+        if depth:
+            forward(x, depth - 1)
+            assert layout_tuner.is_enabled()
+        if x < 0:
+            raise ValueError
+        return x
+
+    assert not layout_tuner.is_enabled()
+    assert forward(3, depth=1) == 3
+    assert (forward.__name__, forward.__doc__) == ("forward", "Doc.")
+    with pytest.raises(ValueError, match=r"^$"):
+        forward(-1)
+    assert not layout_tuner.is_enabled()
+    assert len(set(seen)) == 1
+
+
+def test_every_thread_sees_the_entry(config: Config) -> None:
+    seen = []
+    with layout_tuner.enable(config):
+        thread = Thread(target=lambda: seen.append(router.current()))
+        thread.start()
+        thread.join()
+        assert seen == [router.current()]
+
+
+def test_arguments_of_enable(config: Config, file: Path, tmp_path: Path) -> None:
+    settings = tmp_path / "mine.toml"
+    settings.write_text("[tuning]\nmin_gain = 0.5\n")
+    with layout_tuner.enable(settings, cache=file, on_miss="error"):
+        made = router.current()
+        assert (made.config.tuning.min_gain, made.config.cache.path, made.on_miss) == (0.5, str(file), "error")
+    with pytest.raises(ValueError, match="on_miss: wanted 'tune', 'default', 'error' or None, got 'ask'"):
+        layout_tuner.enable(config, on_miss="ask")
+    with pytest.raises(ConfigError, match="No such file"):
+        layout_tuner.enable(tmp_path / "none.toml")
+    assert not layout_tuner.is_enabled()
+
+
+# -- hits --------------------------------------------------------------------------------------------------------
+
+
+def test_a_hit_does_no_miss_and_asks_no_store(config: Config, device: torch.device) -> None:
+    given = arguments(device)
+    with entered(Counted(config, on_miss="tune")) as made:
+        dv_local(given)
+        made._store = SimpleNamespace(close=lambda: None)  # any question to it would raise
+        for seed in (2, 3):
+            other = arguments(device, seed=seed)
+            assert_right(dv_local(other), other)
+        assert made.missed_calls == 1
+        assert ran(made) == [SECOND]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda given: given | {"g": relayout(given["g"], Layout.T_CONTIG)},
+        lambda given: given | {"g": None},
+        lambda given: given | {"g": given["g"].half()},
+        lambda given: {name: tensor[:, :17] for name, tensor in given.items()},
+        lambda given: given | {"scale": 0.5, "cu_seqlens": torch.tensor([0, 20], device=given["q"].device)},
+    ],
+    ids=["arrival", "no gate", "dtype", "length", "packed"],
+)
+def test_another_signature_is_another_miss(config: Config, device: torch.device, change) -> None:
+    given = arguments(device)
+    with entered(Counted(config, on_miss="default")) as made:
+        dv_local(given)
+        dv_local(change(given))
+        assert made.missed_calls == 2
+
+
+def test_another_scale_is_a_hit(config: Config, device: torch.device) -> None:
+    given = arguments(device)
+    with entered(Counted(config, on_miss="default")) as made:
+        dv_local(given)
+        assert_right(dv_local(given, scale=0.5), given, scale=0.5)
+        assert made.missed_calls == 1
+
+
+def test_a_mistake_after_a_hit_is_still_named(config: Config, device: torch.device) -> None:
+    given = arguments(device)
+    with layout_tuner.enable(config):
+        dv_local(given)
+        with pytest.raises(ValueError, match="do: wanted HV=3|g: wanted HV=3"):
+            dv_local(given | {"do": torch.zeros(1, 20, 3, 16, device=device)})
+        with pytest.raises(TypeError, match="g: wanted a tensor, got list"):
+            dv_local(given | {"g": [1.0]})
+
+
+# -- misses ------------------------------------------------------------------------------------------------------
+
+
+def test_tuning_on_a_miss_uses_the_winner_and_stores_it(
+    config: Config, file: Path, device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = arguments(device)
+    caplog.set_level(logging.INFO, logger="layout_tuner.router")
+    with entered(tuning(config)) as made:
+        assert_right(dv_local(given), given)
+        assert ran(made) == [SECOND]
+    assert len(caplog.messages) == 1
+    assert f"{SECOND} saves 80.0 %" in caplog.text
+    stored = Store(file)
+    (decision,) = stored.decisions()
+    stored.close()
+    assert (decision.candidate, decision.source, decision.default_candidate) == (SECOND, "measured", CANDIDATES[0])
+    assert decision.environment == environment(device).id
+    assert [(m.candidate, m.state, m.end_to_end_us) for m in decision.measurements] == [
+        (name, "ok", SECOND_WINS[name]) for name in CANDIDATES
+    ]
+
+
+def test_the_callers_tensors_are_untouched(config: Config, device: torch.device) -> None:
+    given = arguments(device)
+    before = {name: (tensor.clone(), tensor.data_ptr(), tensor._version) for name, tensor in given.items()}
+    with entered(tuning(config)):
+        dv_local(given)
+    for name, tensor in given.items():
+        values, pointer, version = before[name]
+        assert torch.equal(tensor, values)
+        assert (tensor.data_ptr(), tensor._version) == (pointer, version)
+
+
+def test_policy_error_names_key_and_store(config: Config, file: Path, device: torch.device) -> None:
+    with entered(Router(config, on_miss="error")), pytest.raises(TuningError) as caught:
+        dv_local(arguments(device))
+    assert str(key()) in str(caught.value)
+    assert file.name in str(caught.value)
+
+
+def test_policy_default_runs_the_default_untuned(config: Config, device: torch.device) -> None:
+    given = arguments(device)
+    with entered(Router(config, on_miss="default", timer=NeverTimed())) as made:
+        assert_right(dv_local(given), given)
+        assert ran(made) == [SPEC.default(key(), devices.chip(device)).id]
+        assert not list(made.store.decisions())
+
+
+def test_policy_by_device_setting_and_argument(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, accelerator = torch.device("cpu"), torch.device("cuda", 0)
+    assert Router(config).policy(cpu) == "default"
+    assert Router(config).policy(accelerator) == "tune"
+    setting = config.model_copy(update={"tuning": config.tuning.model_copy(update={"on_miss": "error"})})
+    assert Router(setting).policy(cpu) == "error"
+    assert Router(setting, on_miss="tune").policy(cpu) == "tune"
+    monkeypatch.setattr(devices, "multi_process", lambda: True)
+    assert Router(config).policy(accelerator) == "default"
+    assert Router(config, on_miss="tune").policy(accelerator) == "tune"
+
+
+@pytest.mark.parametrize("sizes", [{"HV": 1}, {"T": 1}])
+def test_nothing_to_choose_is_never_tuned_and_copies_nothing(
+    config: Config, device: torch.device, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = arguments(device, **sizes)
+    monkeypatch.setattr("layout_tuner.layouts.relayout", lambda *_: pytest.fail("copied"))
+    with entered(Router(config, on_miss="error", timer=NeverTimed())) as made:
+        assert_right(dv_local(given), given)
+        assert made._store is None
+
+
+def test_packed_lengths_are_tuned_once_a_bucket(config: Config, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(0)
+    with entered(Counted(config, on_miss="tune")) as made:
+        for T in torch.randint(2, 5000, (1000,), generator=generator).tolist():
+            made.choose(SPEC, key(T=T, varlen=True), device)
+        assert len(made.tuned) == len({each.T for each in made.tuned}) <= 13
+
+
+def test_threads_tune_a_key_once(config: Config, device: torch.device) -> None:
+    with entered(Counted(config, on_miss="tune")) as made, ThreadPoolExecutor(8) as pool:
+        choices = list(pool.map(lambda _: made.choose(SPEC, key(), device).candidate.id, range(32)))
+        assert choices == [SECOND] * 32
+        assert len(made.tuned) == 1
+
+
+def test_too_many_keys_run_the_default_and_are_said_once(
+    config: Config, device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    few = config.model_copy(update={"keys": config.keys.model_copy(update={"max_keys": 2})})
+    with entered(Counted(few, on_miss="tune")) as made:
+        chosen = [made.choose(SPEC, key(T=T), device).candidate.id for T in (10, 20, 30, 40)]
+    assert chosen == [SECOND, SECOND, CANDIDATES[0], CANDIDATES[0]]
+    assert len(made.tuned) == 2
+    assert caplog.text.count("max_keys") == 1
+
+
+def test_out_of_memory_while_tuning_runs_the_default_and_is_not_kept(
+    config: Config, device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = arguments(device)
+    with entered(Counted(config, on_miss="tune")) as made:
+        made.raises = torch.OutOfMemoryError("tried to allocate 80 GiB")
+        assert_right(dv_local(given), given)
+        assert "too little free memory to tune" in caplog.text
+        assert ran(made) == []
+        made.raises = None
+        dv_local(given)
+        assert ran(made) == [SECOND]
+
+
+def test_no_tuning_while_a_graph_is_captured(
+    config: Config, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = arguments(device)
+    with entered(Counted(config, on_miss="tune")) as made:
+        with monkeypatch.context() as patched:
+            patched.setattr(devices, "capturing", lambda device: True)
+            assert_right(dv_local(given), given)
+            assert made.tuned == []
+        dv_local(given)
+        assert ran(made) == [SECOND]
+
+
+# -- stored decisions --------------------------------------------------------------------------------------------
+
+
+def test_a_second_router_uses_the_stored_decision(config: Config, device: torch.device) -> None:
+    given = arguments(device)
+    with entered(tuning(config)):
+        dv_local(given)
+    with entered(Router(config, on_miss="error", timer=NeverTimed())) as made:
+        assert_right(dv_local(given), given)
+        assert ran(made) == [SECOND]
+
+
+def test_a_second_process_uses_the_stored_decision(config: Config, file: Path, device: torch.device) -> None:
+    with entered(tuning(config)):
+        dv_local(arguments(device))
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent / "support")!r})
+import torch, layout_tuner
+from layout_tuner import router
+from dv_local import arguments, dv_local
+with layout_tuner.enable(cache={str(file)!r}, on_miss="error"):
+    dv_local(arguments(torch.device({str(device)!r})))
+    print(*[prepared.candidate.id for prepared in router.current().prepared.values()])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, SECOND), done.stderr
+
+
+def test_a_decision_once_used_is_frozen(config: Config, device: torch.device) -> None:
+    given = arguments(device)
+    with entered(tuning(config)) as made:
+        dv_local(given)
+        with entered(tuning(config, SECOND_WINS | {CANDIDATES[1]: 0.1})) as other:
+            other.tune(SPEC, key(), device)
+            assert made.stored_decision(SPEC, key(), device).candidate == CANDIDATES[1]
+        made.prepared.clear()
+        dv_local(given)
+        assert ran(made) == [SECOND]
+
+
+def test_a_decision_of_another_revision_is_not_used(
+    config: Config, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with entered(tuning(config)):
+        dv_local(arguments(device))
+    monkeypatch.setitem(SPEC.__dict__, "revision", "another")
+    with entered(Router(config, on_miss="error")), pytest.raises(TuningError):
+        dv_local(arguments(device))
+
+
+def test_a_decision_of_another_environment_is_not_used(config: Config, device: torch.device) -> None:
+    with entered(tuning(config)) as made:
+        dv_local(arguments(device))
+        (decision,) = made.store.decisions()
+        known = made.store.environments()[0]
+        made.store.publish(replace(decision, key=replace(decision.key, T=21), environment="x"), replace(known, id="x"))
+    with entered(Router(config, on_miss="error")), pytest.raises(TuningError):
+        dv_local(arguments(device, T=21))
+
+
+# -- failures ----------------------------------------------------------------------------------------------------
+
+
+class Broken:
+    """A kernel that fails at its launch."""
+
+    def __init__(self, message: str = "illegal instruction") -> None:
+        self.message = message
+        self.launches = 0
+
+    def __getitem__(self, grid: object):
+        def launch(*_: object, **__: object) -> None:
+            self.launches += 1
+            raise RuntimeError(self.message)
+
+        return launch
+
+
+def test_a_failing_choice_falls_back_to_the_default(
+    config: Config, device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = arguments(device)
+    with entered(tuning(config)):
+        dv_local(given)
+    broken = Broken()
+    monkeypatch.setattr(kernels, "chunk_bwd_dv_local_sub", broken)
+    with entered(Router(config, on_miss="error")) as made:
+        assert_right(dv_local(given), given)
+        assert_right(dv_local(given), given)
+        assert f"{SECOND} failed (illegal instruction)" in caplog.text
+        dv_local(given | {"q": given["q"].repeat(1, 1, 1, 2)[..., ::2]})
+    assert broken.launches == 1
+
+
+def test_a_candidate_that_fails_in_tuning_is_recorded_and_the_call_is_right(
+    config: Config, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = arguments(device)
+    monkeypatch.setattr(kernels, "chunk_bwd_dv_local_sub", Broken("compilation failed"))
+    with entered(tuning(config, dict.fromkeys(CANDIDATES, 10.0) | {"full/g=T_CONTIG": 5.0})) as made:
+        assert_right(dv_local(given), given)
+        (decision,) = made.store.decisions()
+    assert decision.candidate == "full/g=T_CONTIG"
+    assert [m.state for m in decision.measurements] == ["ok", "ok", "failed", "failed"]
+    assert decision.measurements[2].failure == "compile"
+    assert "compilation failed" in decision.measurements[2].reason
+
+
+def test_when_every_candidate_fails_the_error_reaches_the_caller(
+    config: Config, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "chunk_bwd_dv_local_sub", Broken())
+    monkeypatch.setattr(kernels, "chunk_bwd_dv_local_full", Broken())
+    with entered(tuning(config)), pytest.raises(RuntimeError, match="illegal instruction"):
+        dv_local(arguments(device))
+
+
+def test_a_database_error_never_fails_an_op(
+    config: Config, device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    class FailingStore:
+        name = "a broken store"
+
+        def __getattr__(self, name: str):
+            def fail(*_: object, **__: object) -> None:
+                raise CacheError(f"{name}: disk I/O error")
+
+            return fail
+
+        def close(self) -> None:
+            pass
+
+    given = arguments(device)
+    with entered(tuning(config)) as made:
+        made._store = FailingStore()
+        assert_right(dv_local(given), given)
+        assert ran(made) == [SECOND]
+    assert "lookup: disk I/O error" in caplog.text
+    assert "publish: disk I/O error: the decision is kept in memory only" in caplog.text
+
+
+def test_wrong_numbers_never_win(config: Config, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = arguments(device)
+
+    class Skipping:
+        """A kernel that writes nothing, the fastest of all."""
+
+        def __getitem__(self, grid: object):
+            return lambda *_, **__: None
+
+    monkeypatch.setattr(kernels, "chunk_bwd_dv_local_sub", Skipping())
+    with entered(tuning(config)) as made:
+        assert_right(dv_local(given), given)
+        (decision,) = made.store.decisions()
+    assert decision.candidate == CANDIDATES[0]
+    assert [m.state for m in decision.measurements] == ["ok", "ok", "wrong", "wrong"]
+
+
+def test_tuning_is_on_synthetic_arguments(config: Config, device: torch.device) -> None:
+    """A call whose values are useless decides as well as any other."""
+    given = {name: torch.full_like(tensor, float("nan")) for name, tensor in arguments(device).items()}
+    with entered(tuning(config)) as made:
+        dv_local(given)
+        assert ran(made) == [SECOND]
+
+
+def test_a_wrong_call_is_the_callers_error(config: Config, device: torch.device) -> None:
+    with entered(Router(config, on_miss="error")), pytest.raises(UnsupportedProblemError, match="K=300"):
+        dv_local(arguments(device, K=300))
+
+
+def test_synthetic_arguments_are_the_same_everywhere(device: torch.device) -> None:
+    one, two = (inputs.synthesize(SPEC, key(varlen=True), device) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one.tensors, two.tensors, strict=True) if a is not None)
+    assert torch.equal(one.cu_seqlens, two.cu_seqlens)
+    other = inputs.synthesize(SPEC, key(varlen=True), device, seed=1)
+    assert not torch.equal(one.tensors[0], other.tensors[0])
+
+
+def test_timer_of_the_tests_runs_nothing() -> None:
+    assert SetTimer(lambda name, place: 1.0).round_us([lambda: pytest.fail("ran")]) == [1.0]

@@ -1,0 +1,211 @@
+"""The decision: what wins, what never wins, and what is remembered of the rest. Timers have a set clock."""
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from timers import RIGHT, WRONG, Named, SetTimer, noisy_times, set_times, trial
+
+from layout_tuner.config import Measure, Tuning
+from layout_tuner.errors import TuningError
+from layout_tuner.experiment import as_tuple
+from layout_tuner.numerics import error
+from layout_tuner.tuner import Check, Outcome, Runs, Trial, tune
+
+MEASURE = Measure(warmup_rounds=1, min_rounds=15, max_rounds=15)
+DEFAULT = "a"
+
+
+def decide(trials: Sequence[Trial], timer: SetTimer, default: str = DEFAULT, **named: object) -> Outcome:
+    return tune(trials, default, timer, named.pop("measure", MEASURE), named.pop("tuning", Tuning()), **named)
+
+
+def raising(name: str, error: Exception, where: str = "prepare") -> Trial:
+    """A candidate that raises while it is prepared or checked."""
+
+    def fail() -> Check:
+        raise error
+
+    def prepare() -> Runs:
+        if where == "prepare":
+            raise error
+        return Runs(end_to_end=Named(name), kernel=None, relayout=None, check=fail)
+
+    return Trial(id=name, revision="r1", prepare=prepare)
+
+
+def test_the_faster_candidate_wins_with_its_evidence() -> None:
+    outcome = decide([trial("a"), trial("b"), trial("c")], set_times({"a": 10.0, "b": 8.0, "c": 12.0}))
+    assert outcome.winner == "b"
+    assert outcome.gain is not None
+    assert (outcome.gain.low, outcome.gain.median, outcome.gain.high) == pytest.approx((0.2, 0.2, 0.2))
+    found = outcome.measurement("b")
+    assert (found.state, found.end_to_end_us, found.samples) == ("ok", 8.0, (8.0,) * 15)
+    assert outcome.measurement("c").gain.median == pytest.approx(-0.2)
+    assert outcome.measurement("a").gain is None
+    assert [m.id for m in outcome.measurements] == ["a", "b", "c"]
+    assert (outcome.rounds, outcome.discarded, outcome.stopped) == (15, 0, "narrow")
+
+
+def test_the_cost_of_copies_decides() -> None:
+    timer = set_times({"a": 10.0, "b": 11.0, "b kernel": 5.0, "b relayout": 6.0})
+    outcome = decide([trial("a"), trial("b", relayout=True)], timer)
+    found = outcome.measurement("b")
+    assert outcome.winner == "a"
+    assert (found.end_to_end_us, found.kernel_us, found.relayout_us) == (11.0, 5.0, 6.0)
+    assert (outcome.measurement("a").kernel_us, outcome.measurement("a").relayout_us) == (10.0, 0.0)
+
+
+@pytest.mark.parametrize("check", [WRONG, Check(error=float("inf"), limit=1e-4, output="dv")])
+def test_fastest_but_wrong_never_wins(check: Check) -> None:
+    timer = set_times({"a": 10.0, "b": 0.001, "c": 9.0})
+    outcome = decide([trial("a"), trial("b", check), trial("c")], timer)
+    assert outcome.winner == "c"
+    found = outcome.measurement("b")
+    assert (found.state, found.failure, found.error, found.samples) == ("wrong", "wrong", check.error, ())
+    assert check.output in found.reason
+    assert all("b" not in order for order in timer.orders)
+
+
+def test_nan_outputs_are_infinitely_wrong() -> None:
+    wanted = torch.ones(4)
+    assert error(torch.tensor([1.0, 1.0, float("nan"), 1.0]), wanted) == float("inf")
+    check = Check(error=error(torch.full((4,), float("nan")), *as_tuple(wanted)), limit=0.5, output="dv")
+    assert not check.right
+    assert not Check(error=float("nan"), limit=0.5, output="dv").right
+
+
+@pytest.mark.parametrize("where", ["prepare", "check"])
+@pytest.mark.parametrize(
+    ("raised", "failure"),
+    [
+        (torch.OutOfMemoryError("tried to allocate 80 GiB"), "memory"),
+        (MemoryError(), "memory"),
+        (RuntimeError("ub overflow, requires 2 MB"), "overflow"),
+        (RuntimeError("out of resource: shared memory"), "overflow"),
+        (TimeoutError("took too long"), "timeout"),
+        (RuntimeError("Compilation failed\nsecond line"), "compile"),
+        (ValueError("no such thing"), "device"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_candidate_that_raises_is_recorded_with_its_class(where: str, raised: Exception, failure: str) -> None:
+    outcome = decide([trial("a"), raising("b", raised, where), trial("c")], set_times({"a": 10.0, "c": 9.0}))
+    found = outcome.measurement("b")
+    assert outcome.winner == "c"
+    assert (found.state, found.failure, found.samples) == ("failed", failure, ())
+    assert found.reason.startswith(type(raised).__name__)
+    assert "second line" not in found.reason
+
+
+def test_an_interrupt_is_no_failure_of_a_candidate() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        decide([trial("a"), raising("b", KeyboardInterrupt())], set_times({}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [raising("a", RuntimeError("broken")), trial("a", WRONG)], ids=["failed", "wrong"])
+def test_a_default_that_is_out_is_replaced_by_the_best(bad: Trial) -> None:
+    outcome = decide([bad, trial("b"), trial("c")], set_times({"b": 10.0, "c": 8.0}))
+    assert (outcome.winner, outcome.default) == ("c", "a")
+
+
+def test_no_right_candidate_is_an_error_with_every_reason() -> None:
+    with pytest.raises(TuningError, match=r"a: failed: RuntimeError: broken; b: wrong: out: error 0\.5 over 0\.0001"):
+        decide([raising("a", RuntimeError("broken")), trial("b", WRONG)], set_times({}))
+
+
+@pytest.mark.parametrize("default", ["a", "b"])
+def test_ties_go_to_the_default(default: str) -> None:
+    outcome = decide([trial("a"), trial("b")], set_times({"a": 10.0, "b": 10.0}), default)
+    assert outcome.winner == default
+    assert outcome.gain is None
+
+
+def test_ties_of_candidates_go_to_the_smaller_id() -> None:
+    times = {"a": 10.0, "b": 8.0, "c": 8.0}
+    assert decide([trial("a"), trial("c"), trial("b")], set_times(times)).winner == "b"
+
+
+@pytest.mark.parametrize(("gain", "winner"), [(0.019, "a"), (0.021, "b")])
+def test_a_gain_within_the_margin_is_none(gain: float, winner: str) -> None:
+    assert decide([trial("a"), trial("b")], set_times({"a": 100.0, "b": 100.0 * (1 - gain)})).winner == winner
+
+
+def test_a_gain_within_the_noise_is_none() -> None:
+    flips = itertools.cycle([5.0, 15.0, 9.0])
+    timer = SetTimer(lambda name, place: 10.0 if name == "a" else next(flips))
+    outcome = decide([trial("a"), trial("b")], timer)
+    assert outcome.measurement("b").gain.median == pytest.approx(0.1)
+    assert outcome.winner == "a"
+
+
+def test_unusable_samples_are_counted_and_decide_nothing() -> None:
+    taken = itertools.count()
+    timer = SetTimer(lambda name, place: (0.0 if next(taken) % 11 == 0 else 20.0) if name == "b" else 10.0)
+    outcome = decide([trial("a"), trial("b")], timer)
+    assert outcome.winner == "a"
+    assert outcome.discarded > 0
+    assert outcome.measurement("b").samples == (20.0,) * 15
+
+
+def test_a_clock_that_never_works_leaves_the_default() -> None:
+    outcome = decide([trial("a"), trial("b")], set_times({"a": 0.0, "b": 0.0}))
+    assert (outcome.winner, outcome.rounds) == ("a", 0)
+    assert outcome.measurement("b").end_to_end_us is None
+
+
+def test_a_spent_budget_skips_candidates_but_not_the_default() -> None:
+    now = itertools.count(0, 60)
+    outcome = decide(
+        [trial("b"), trial("c"), trial("a")], set_times({}), tuning=Tuning(budget_s=100.0), clock=lambda: next(now)
+    )
+    states = {found.id: (found.state, found.failure) for found in outcome.measurements}
+    assert states == {"b": ("skipped", "timeout"), "c": ("skipped", "timeout"), "a": ("ok", "")}
+    assert outcome.winner == "a"
+    assert "budget of 100 s" in outcome.measurement("b").reason
+
+
+@pytest.mark.parametrize("copies", ["ab", "abcd"])
+def test_copies_of_one_kernel_win_falsely_in_under_one_percent(copies: str) -> None:
+    noisy = Measure(max_rounds=30)
+    false_wins = sum(
+        decide(
+            [trial(name) for name in copies],
+            noisy_times(dict.fromkeys(copies, 10.0), seed, noise=0.1),
+            measure=noisy,
+        ).winner
+        != DEFAULT
+        for seed in range(1000)
+    )
+    assert false_wins < 10
+
+
+def test_ten_and_ten_point_oh_one_give_the_same_winner_every_time() -> None:
+    for times in ({"a": 10.01, "b": 10.0}, {"a": 10.0, "b": 10.01}):
+        winners = {
+            decide([trial("a"), trial("b")], noisy_times(times, seed), measure=Measure()).winner for seed in range(20)
+        }
+        assert winners == {"a"}
+
+
+def test_close_winners_beside_a_slow_default_agree_too() -> None:
+    times = {"a": 20.0, "b": 10.01, "c": 10.0}
+    winners = {
+        decide([trial("a"), trial("b"), trial("c")], noisy_times(times, seed, noise=0.005)).winner for seed in range(20)
+    }
+    assert winners == {"b"}
+
+
+@pytest.mark.parametrize("lucky", [0, 1, 2])
+def test_a_place_in_the_round_that_is_faster_favours_nobody(lucky: int) -> None:
+    generator = random.Random(lucky)
+    timer = SetTimer(lambda name, place: (7.0 if place == lucky else 10.0) * generator.gauss(1.0, 0.005))
+    outcome = decide([trial("a"), trial("b"), trial("c")], timer)
+    assert outcome.winner == "a"
+
+
+def test_right_at_the_limit_is_right() -> None:
+    assert Check(error=1e-4, limit=1e-4, output="dv").right
+    assert RIGHT.right
