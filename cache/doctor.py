@@ -27,6 +27,7 @@ Level = Literal["ok", "note", "warning", "error"]
 
 _WAL_HEADER = b"\x02\x02"
 _LOCK_TEST_TIMEOUT_S = 20
+_NO_DECISIONS = "none"
 
 # Run by another process: locks within one say nothing about locks between two.
 _LOCK_TEST = """
@@ -67,9 +68,9 @@ def examine(path: Path) -> list[Finding]:
     header = _header(path)
     findings += _rights(path)
     findings += _content(path, header)
-    if any(each.level == "error" for each in findings):
+    if any(each.level == "error" for each in findings) or any(each.text == _NO_DECISIONS for each in findings):
         findings += _copied(path, header)
-    elif _written_here(path):
+    if not any(each.level == "error" for each in findings) and _written_here(path):
         findings.append(_locks(path))
     return findings
 
@@ -148,6 +149,9 @@ def _checks(database: Database) -> Iterator[Finding]:
             )
     decisions, readable = _counted(database)
     bad = decisions - readable
+    if not decisions:
+        yield Finding(level="note", subject="decisions", text=_NO_DECISIONS)
+        return
     yield Finding(
         level="warning" if bad else "ok",
         subject="decisions",
@@ -184,10 +188,10 @@ def _copied(path: Path, header: bytes) -> Iterator[Finding]:
     """Explains the damage that copying a file in use leaves: what was written last is in the `-wal` file that stayed behind."""
     if header[18:20] == _WAL_HEADER and not Path(f"{path}-wal").exists():
         text = (
-            "the file was in use and its -wal file is not beside it, as when a live database is copied alone; "
-            "go back to the original and share it with `tuner cache export`"
+            "the file was in use and no -wal file is beside it, as when a live database is copied alone; "
+            "if this is a copy, go back to the original and share it with `tuner cache export`"
         )
-        yield Finding(level="error", subject="copy", text=text)
+        yield Finding(level="warning", subject="copy", text=text)
 
 
 def _written_here(path: Path) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from .evidence import SOURCE_RANK, facts_order, merged_miss, newer
+from .evidence import SOURCE_RANK, digest, facts_order, merged_miss, newer
 from .interface import DecisionStore
 from .records import DecisionRecord, EnvironmentRecord, KeyRecord, MeasurementRecord, MissRecord, mapping_text
 
@@ -92,7 +92,9 @@ def conflicts(records: Iterable[DecisionRecord]) -> Iterator[Conflict]:
     other's noise.
     """
     measured = [record for record in records if SOURCE_RANK[record.source] >= SOURCE_RANK["imported"]]
-    for one, other in combinations(sorted(measured, key=lambda record: (record.host, record.source)), 2):
+    for one, other in combinations(
+        sorted(measured, key=lambda record: (record.host, record.source, digest(record))), 2
+    ):
         if (one.source == "pinned") != (other.source == "pinned"):
             continue
         if reason := _contradiction(one, other) or _contradiction(other, one):

@@ -59,6 +59,7 @@ def prepare(database: Database, *, verify: bool = False) -> None:
             set_aside(database, error, probe)
             continue
         if found is None:
+            database.adopt()
             database.run(create, write=True)
         elif found < SCHEMA_VERSION:
             with locked(database.path):

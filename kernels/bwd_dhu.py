@@ -13,7 +13,7 @@ the chunks of a sequence, parallel over sequences, value heads and tiles of V.
 import triton
 import triton.language as tl
 
-from .state import load_rows, load_state, locate_sequence, state_offset, store_state
+from .state import load_rows, load_state, locate_sequence, state_offset, store_state, zero_state
 from .time_axis import clear_outside_rows, time_axis_offset, time_axis_stride
 
 
@@ -77,9 +77,10 @@ def chunk_gated_delta_rule_bwd_dhu(
         o_v = (i_task % NV) * BV + tl.arange(0, BV)
         m_v = o_v < V
 
-        b_dh = tl.zeros([BK, BV], dtype=tl.float32)
         if USE_FINAL_STATE_GRADIENT:
-            b_dh += load_state(dht + state_offset(i_n, i_h, HV, K, V), o_k, o_v, K, V, STATE_V_FIRST).to(tl.float32)
+            b_dh = load_state(dht + state_offset(i_n, i_h, HV, K, V), o_k, o_v, K, V, STATE_V_FIRST).to(tl.float32)
+        else:
+            b_dh = zero_state(i_task, o_k, o_v)
 
         chunks = tl.cdiv(length, BT)
         for i_c in range(0, chunks):

@@ -13,7 +13,7 @@ the chunks of a sequence, parallel over sequences, value heads and tiles of V.
 import triton
 import triton.language as tl
 
-from .state import load_rows, load_state, locate_sequence, state_offset, store_state
+from .state import load_rows, load_state, locate_sequence, state_offset, store_state, zero_state
 from .time_axis import clear_outside_rows, time_axis_offset, time_axis_stride
 
 
@@ -73,9 +73,10 @@ def chunk_gated_delta_rule_fwd_h(
         o_v = (i_task % NV) * BV + tl.arange(0, BV)
         m_v = o_v < V
 
-        b_h = tl.zeros([BK, BV], dtype=tl.float32)
         if USE_INITIAL_STATE:
-            b_h += load_state(h0 + state_offset(i_n, i_h, HV, K, V), o_k, o_v, K, V, STATE_V_FIRST).to(tl.float32)
+            b_h = load_state(h0 + state_offset(i_n, i_h, HV, K, V), o_k, o_v, K, V, STATE_V_FIRST).to(tl.float32)
+        else:
+            b_h = zero_state(i_task, o_k, o_v)
 
         for i_t in range(0, tl.cdiv(length, BT)):
             first = tl.cast(bos + i_t * BT, tl.int64)

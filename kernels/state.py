@@ -50,6 +50,13 @@ def state_offset(
 
 
 @triton.jit
+def zero_state(i_task, o_k, o_v):
+    """A tile `[BK, BV]` of zeros to begin a walk from, fp32."""
+    # Zeros that depend on the task: a constant tile would stay in Ascend's unified buffer beside the state (3.2).
+    return tl.zeros([o_k.shape[0], o_v.shape[0]], dtype=tl.float32) + ((o_v + i_task).to(tl.float32) * 0.0)[None, :]
+
+
+@triton.jit
 def load_state(
     p_s,
     o_k,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .errors import (
         UnsupportedProblemError as UnsupportedProblemError,
     )
-    from .warmup import warmup as warmup
+    from .warming import warmup as warmup
 
 __version__ = "0.1.0"
 
@@ -41,7 +41,7 @@ _HOMES = {
     "enable": "api",
     "disable": "api",
     "is_enabled": "api",
-    "warmup": "warmup",
+    "warmup": "warming",
     "Config": "config",
     "LayoutTunerError": "errors",
     "ConfigError": "errors",

@@ -1,7 +1,7 @@
 """Synthetic arguments made from a key: what the tuner, warm-up and tests run an op on.
 
-The same key gives the same arguments on every machine and in every process: values are drawn on the CPU from a
-generator seeded by the key and copied over.
+The same key gives the same arguments in every process on the same kind of device: values are drawn where they are used,
+from a generator seeded by the key; sequence lengths are drawn on the CPU and are the same everywhere.
 """
 
 from __future__ import annotations
@@ -41,19 +41,23 @@ def chunk_starts(cu_seqlens: torch.Tensor | None, T: int, BT: int) -> list[tuple
 class Drawing:
     """One set of synthetic arguments being drawn."""
 
-    def __init__(self, key: Key, form: Form, seed: int, cu_seqlens: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, key: Key, form: Form, device: torch.device, seed: int, cu_seqlens: torch.Tensor | None = None
+    ) -> None:
         digest = hashlib.sha256(f"{key} {seed}".encode()).digest()
-        self.generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        number = int.from_bytes(digest[:7], "big")
+        self.device = device
+        self.generator = torch.Generator(device).manual_seed(number)
         self.BT = form.integer("BT", 64)
         self.T = key.T
         if key.varlen and cu_seqlens is None:
-            cu_seqlens = sequence_starts(key.T, self.generator)
+            cu_seqlens = sequence_starts(key.T, torch.Generator().manual_seed(number))
         self.cu_seqlens = cu_seqlens
         self.chunks = chunk_starts(self.cu_seqlens, key.T, self.BT)
 
     def normal(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Standard normal values."""
-        return torch.randn(shape, generator=self.generator)
+        return torch.randn(shape, generator=self.generator, device=self.device)
 
     def unit(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Rows of length 1, as queries and keys are after l2 normalisation."""
@@ -73,7 +77,7 @@ class Drawing:
 
     def rate(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Base-2 decay a token, negative and small."""
-        return -torch.rand(shape, generator=self.generator) / 16
+        return -torch.rand(shape, generator=self.generator, device=self.device) / 16
 
     def strength(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Values between 0 and 1, as `beta` after its sigmoid."""
@@ -97,10 +101,11 @@ class Drawing:
 
     def _triangle(self, shape: tuple[int, ...], unit_diagonal: bool) -> torch.Tensor:
         values = self.small(shape)
-        columns = torch.arange(shape[-1])
+        columns = torch.arange(shape[-1], device=self.device)
         row = torch.zeros(shape[1], dtype=torch.long)
         for first, last in self.chunks:
             row[first:last] = torch.arange(last - first)
+        row = row.to(self.device)
         below = (columns[None, :] < row[:, None])[None, :, None, :]
         values = torch.where(below, values, 0.0)
         if unit_diagonal:
@@ -135,7 +140,7 @@ def synthesize(
         cu_seqlens: Sequence starts of a packed key, on the CPU; None draws them.
     """
     form = parse_form(key.form)
-    drawing = Drawing(key, form, seed, cu_seqlens)
+    drawing = Drawing(key, form, torch.device(device), seed, cu_seqlens)
     sizes = {name: getattr(key, name) for name in ("B", "T", "H", "HV", "K", "V")}
     sizes |= {"BT": drawing.BT, "NT": len(drawing.chunks)}
     sizes["N"] = len(drawing.cu_seqlens) - 1 if drawing.cu_seqlens is not None else key.B
@@ -146,7 +151,7 @@ def synthesize(
             continue
         dims = operand.shape_symbols(form.flag("state_v_first"))
         shape = tuple(int(symbol) if symbol.isdigit() else sizes[symbol] for symbol in dims)
-        tensors.append(make(operand, drawing, shape, form, key, device))
+        tensors.append(make(operand, drawing, shape, form, key))
     return Call(
         tensors=tuple(tensors),
         options=tuple(option_value(option.default, form, option.label) for option in spec.options),
@@ -162,17 +167,15 @@ def given(operand: Operand, form: Form) -> bool:
     return not operand.optional or operand.name in form
 
 
-def make(
-    operand: Operand, drawing: Drawing, shape: tuple[int, ...], form: Form, key: Key, device: torch.device | str
-) -> torch.Tensor:
+def make(operand: Operand, drawing: Drawing, shape: tuple[int, ...], form: Form, key: Key) -> torch.Tensor:
     """One operand in the dtype and layout that the form gives it."""
     dtype = getattr(torch, form.dtype(operand.name) or key.dtype)
-    tensor = FILLS[operand.fill](drawing, shape).to(dtype).to(device)
+    tensor = FILLS[operand.fill](drawing, shape).to(dtype)
     layout = form.arrival(operand.name) if operand.time_axis else None
     if layout is Layout.T_CONTIG:
         return relayout(tensor, layout)
     if layout is Layout.OTHER:  # every second head of a wider tensor: neither layout, as a slice of a projection
-        wide = torch.empty((*shape[:2], 2 * shape[2]), dtype=dtype, device=device)
+        wide = torch.empty((*shape[:2], 2 * shape[2]), dtype=dtype, device=drawing.device)
         wide[..., ::2] = tensor
         return wide[..., ::2]
     return tensor

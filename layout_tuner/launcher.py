@@ -14,7 +14,8 @@ from typing import Any
 
 from . import device as devices
 from . import direct
-from .direct import Constant, DirectLaunch
+from .direct import Constant as Constant
+from .direct import DirectLaunch
 from .errors import REFUSAL, REFUSED
 
 

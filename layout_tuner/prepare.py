@@ -27,7 +27,7 @@ class Prepared:
         bare: Whether operands arrive in the plan's layouts and results may stay in them: the kernels alone.
     """
 
-    __slots__ = ("BT", "candidate", "contiguous", "device", "launch", "moves", "packed", "proven", "restore")
+    __slots__ = ("BT", "candidate", "contiguous", "device", "direct", "launch", "moves", "packed", "proven", "restore")
 
     def __init__(self, spec: OpSpec, problem: Problem, candidate: Candidate, call: Call, *, bare: bool = False) -> None:
         self.candidate = candidate
@@ -51,8 +51,12 @@ class Prepared:
                 name: candidate.plan[name] if spec.moves_inputs else layouts.as_read(layouts.arrival(tensor))
                 for _, name, tensor in arriving
             }
-            self.moves = tuple((i, wanted[name]) for i, name, tensor in arriving if layouts.must_move(tensor, wanted[name]))
+            self.moves = tuple(
+                (i, wanted[name]) for i, name, tensor in arriving if layouts.must_move(tensor, wanted[name])
+            )
             self.restore = tuple(i for i, out in enumerate(spec.outputs) if candidate.plan.t_contig(out.name))
+        # Whether the launch takes a call's arguments as they come and its results go back as they are.
+        self.direct = not (self.contiguous or self.moves or self.restore or self.packed or self.device)
 
     def __call__(
         self,
@@ -65,7 +69,7 @@ class Prepared:
             tensors = self.arrange(tensors)
         if self.packed and chunk_indices is None and cu_seqlens is not None:
             chunk_indices = prepare_chunk_indices(cu_seqlens, self.BT)
-        if self.device is None:
+        if self.device is None or devices.is_current(self.device):
             results = self.launch(*tensors, *scalars, cu_seqlens, chunk_indices)
         else:
             with self.on_device():

@@ -1,8 +1,8 @@
 """The hot path: a call's signature -> a prepared launch.
 
-A hit is one lookup in a dictionary and the launch: no lock, no SQL, no environment read, no logging, no string. What
-a signature holds (shapes, strides, dtypes and devices of every operand, options) settles every check, so a call that
-hits needs none.
+A hit compares the call with the last one of its op, or looks its signature up in a dictionary, and launches: no lock,
+no SQL, no environment read, no logging, no string. What a signature holds (see `fitting`) settles every check, so a
+call that hits needs none.
 
 A miss makes the key, asks the decisions of this process, then the cache, then follows `on_miss`. Decisions used once
 are frozen for the process. Entries stack: `enable` pushes a router, the newest wins, and without any the default
@@ -13,22 +13,25 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
+import weakref
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from layout_tuner.cache.store import open_store
 from layout_tuner.cache.interface import DecisionStore
 from layout_tuner.cache.records import DecisionRecord
+from layout_tuner.cache.store import open_store
 
 from . import device as devices
 from .config import Config
 from .decisions import key_record, outcome_record
-from .environment import Environment, environment
+from .environment import environment
 from .errors import CacheError, LayoutTunerError, TuningError
 from .experiment import Experiment
+from .fitting import Fits, Signature, fitting, signature
 from .keys import Key, bucketed
 from .layouts import Layout
 from .measure import EventTimer, HostTimer, Timer
@@ -39,7 +42,6 @@ from .tuner import Outcome, first_line, tune
 log = logging.getLogger(__name__)
 
 Policy = Literal["tune", "default", "error"]
-Signature = tuple[object, ...]
 
 MOST_SIGNATURES = 4096
 
@@ -57,6 +59,28 @@ class Choice:
     candidate: Candidate
     source: str
     frozen: bool = True
+
+
+class Known:
+    """A signature that was prepared, with the test whether a call has it.
+
+    Attributes:
+        fits: The test.
+        signature: What it tests for.
+        prepared: What runs it.
+        launch: What runs it at once, once proven and where a launch takes a call's arguments as they come.
+    """
+
+    __slots__ = ("fits", "launch", "prepared", "signature")
+
+    def __init__(self, signature: Signature, prepared: Prepared) -> None:
+        self.fits: Fits = fitting(signature)
+        self.signature = signature
+        self.prepared = prepared
+        self.launch = prepared.launch if prepared.proven and prepared.direct else None
+
+
+_routers: weakref.WeakSet[Router] = weakref.WeakSet()
 
 
 class Router:
@@ -77,10 +101,15 @@ class Router:
         self.on_miss = on_miss
         self.timer = timer
         self.prepared: dict[Signature, Prepared] = {}
+        self.last: dict[OpSpec, Known] = {}  # the last call of each op
+        self.by_shape: dict[tuple[OpSpec, torch.Size], Known] = {}  # the last with that shape of the main tensor
+        self.variants: dict[tuple[Key, str], str | None] = {}
+        self.bound: dict[tuple[object, ...], Prepared] = {}  # packed batches of one bucket share what they launch
         self.choices: dict[tuple[Key, str], Choice] = {}
         self._lock = threading.RLock()
         self._store: DecisionStore | None = None
         self._full: set[str] = set()
+        _routers.add(self)
 
     # -- one call ----------------------------------------------------------------------------------------------
 
@@ -94,7 +123,7 @@ class Router:
         device = present(call).device
         devices.require_running(spec.name, key.dtype, device)
         choice = self.choose(spec, key, device)
-        prepared = Prepared(spec, self.problem(key, device), choice.candidate, call)
+        prepared = self.prepare(spec, key, device, choice.candidate, call)
         if choice.frozen:
             self.remember(signature, prepared)
         return prepared
@@ -112,15 +141,56 @@ class Router:
         log.warning("%s: %s failed (%s): running %s", key, failed.candidate.id, first_line(error), default.id)
         choice = Choice(candidate=default, source="default")
         self.choices[bucketed(key, self.config.keys.bucket), environment(device).id] = choice
-        prepared = Prepared(spec, self.problem(key, device), default, call)
+        prepared = self.prepare(spec, key, device, default, call)
+        self.last.pop(spec, None)
+        self.by_shape.clear()
         self.remember(signature, prepared)
+        return prepared
+
+    def prepare(self, spec: OpSpec, key: Key, device: torch.device, candidate: Candidate, call: Call) -> Prepared:
+        """A candidate bound for a call; calls of packed batches that differ in their length only share one."""
+        if not key.varlen:
+            return Prepared(spec, self.problem(key, device), candidate, call)
+        rounded = bucketed(key, self.config.keys.bucket)
+        whole = tuple(tensor is None or tensor.is_contiguous() for tensor in call.tensors)
+        same = (rounded, candidate, device, whole)
+        prepared = self.bound.get(same)
+        if prepared is None:
+            prepared = self.bound[same] = Prepared(spec, self.problem(rounded, device), candidate, call)
         return prepared
 
     def remember(self, signature: Signature, prepared: Prepared) -> None:
         """Make a signature a hit from now on."""
         if len(self.prepared) >= MOST_SIGNATURES:
             self.prepared.clear()
+            self.by_shape.clear()
+            self.bound.clear()
         self.prepared[signature] = prepared
+
+    def hit(
+        self,
+        spec: OpSpec,
+        tensors: tuple[torch.Tensor | None, ...],
+        options: tuple[Value, ...],
+        cu_seqlens: torch.Tensor | None,
+        chunk_indices: torch.Tensor | None,
+    ) -> Known:
+        """What runs a call that differs from the last one of its op, prepared just now where it is new."""
+        shape = getattr(tensors[0], "shape", None)
+        try:
+            known = self.by_shape[spec, shape]
+            if known.fits(tensors, options, cu_seqlens, chunk_indices) and self.prepared:
+                self.last[spec] = known
+                return known
+        except (AttributeError, KeyError, TypeError):  # TypeError: a shape that cannot be hashed
+            pass
+        found = signature(spec, tensors, options, cu_seqlens, chunk_indices)
+        prepared = self.prepared.get(found)
+        if prepared is None:
+            arguments = Call(tensors=tensors, options=options, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices)
+            return Known(found, self.resolve(spec, found, arguments))
+        known = self.by_shape[spec, shape] = self.last[spec] = Known(found, prepared)
+        return known
 
     def problem(self, key: Key, device: torch.device) -> Problem:
         """A key on a device, with the variants stored for the ops it may be made of."""
@@ -131,10 +201,22 @@ class Router:
         return Problem(key=key, chip=devices.chip(device), variant_of=variant_of)
 
     def stored_variant(self, spec: OpSpec, key: Key, device: torch.device) -> str | None:
-        """The variant stored as best for a key, or for the same call with its time-axis operands as models make them."""
+        """The variant stored as best for a key, or for the same call with its gates as models make them.
+
+        The answer holds until this process tunes something: an op made of others asks for each of them.
+        """
         if not self.tuning:
             return None
         key = bucketed(key, self.config.keys.bucket)
+        asked_for = (key, environment(device).id)
+        try:
+            return self.variants[asked_for]
+        except KeyError:
+            found = self.variants[asked_for] = self.asked_variant(spec, key, device)
+            return found
+
+    def asked_variant(self, spec: OpSpec, key: Key, device: torch.device) -> str | None:
+        """What the cache says of `stored_variant`."""
         as_made = replace(key, form=key.form.replace(Layout.T_CONTIG.value, Layout.STRIDE_HV.value))
         for asked in dict.fromkeys((key, as_made)):
             found = self.stored_decision(spec, asked, device)
@@ -216,9 +298,7 @@ class Router:
             return False
         if spec.name not in self._full:
             self._full.add(spec.name)
-            log.warning(
-                "%s: %d keys are held ([keys] max_keys): further ones run the default untuned", spec.name, held
-            )
+            log.warning("%s: %d keys are held ([keys] max_keys): further ones run the default untuned", spec.name, held)
         return True
 
     def policy(self, device: torch.device) -> Policy:
@@ -247,13 +327,14 @@ class Router:
         experiment = Experiment(spec, key, device, problem=self.problem(key, device))
         default = spec.default(key, experiment.problem.chip)
         measure = self.config.measure
-        if where.interpreted and self.timer is None:  # its times mean nothing, so few do
+        if device.type == "cpu" and self.timer is None:  # the interpreter's times mean nothing, so few do
             measure = measure.model_copy(update={"warmup_rounds": 1, "min_rounds": 5, "max_rounds": 5})
         with torch.no_grad(), self._lock, devices.guard(device):
             timer = self.timer or make_timer(device, self.config)
             outcome = tune(experiment.trials(), default.id, timer, measure, self.config.tuning)
         winner = next(candidate for candidate in spec.candidates(key) if candidate.id == outcome.winner)
         self.choices[key, where.id] = Choice(candidate=winner, source="measured")
+        self.variants.clear()
         try:
             self.store.publish(*outcome_record(key, where, outcome, winner))
         except (CacheError, OSError) as error:
@@ -341,6 +422,18 @@ def current() -> Router:
     return _current
 
 
+def _after_fork() -> None:
+    """Give a child locks of its own: a thread that is not there any more may have held one."""
+    global _stack_lock
+    _stack_lock = threading.Lock()
+    for router in _routers:
+        router._lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 def find(
     spec: OpSpec,
     tensors: tuple[torch.Tensor | None, ...],
@@ -350,18 +443,14 @@ def find(
 ) -> tuple[Router, Signature, Prepared]:
     """What runs a call: the newest entry's prepared launch for the call's signature."""
     router = _current
-    signature = (
-        spec.name,
-        options,
-        None if cu_seqlens is None else (cu_seqlens.shape, cu_seqlens.dtype, cu_seqlens.device),
-        None if chunk_indices is None else (chunk_indices.shape, chunk_indices.dtype, chunk_indices.device),
-        *[facts(tensor) for tensor in tensors],
-    )
-    prepared = router.prepared.get(signature)
-    if prepared is None:
-        arguments = Call(tensors=tensors, options=options, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices)
-        prepared = router.resolve(spec, signature, arguments)
-    return router, signature, prepared
+    try:
+        known = router.last[spec]
+        fits = known.fits(tensors, options, cu_seqlens, chunk_indices) and router.prepared
+    except (AttributeError, KeyError):  # the op's first call, or an operand that is no tensor
+        fits = False
+    if not fits:
+        known = router.hit(spec, tensors, options, cu_seqlens, chunk_indices)
+    return router, known.signature, known.prepared
 
 
 def call(
@@ -373,25 +462,25 @@ def call(
     chunk_indices: torch.Tensor | None = None,
 ) -> Outputs:
     """Run an op. A chosen candidate that fails to launch is put aside and the default runs in its place."""
-    router, signature, prepared = find(spec, tensors, options, cu_seqlens, chunk_indices)
+    router = _current  # as in `find`, without the price of calling it
+    try:
+        known = router.last[spec]
+        fits = known.fits(tensors, options, cu_seqlens, chunk_indices) and router.prepared
+    except (AttributeError, KeyError):
+        fits = False
+    if not fits:
+        known = router.hit(spec, tensors, options, cu_seqlens, chunk_indices)
+    launch = known.launch
+    if launch is not None:
+        return launch(*tensors, *scalars, cu_seqlens, chunk_indices)
+    prepared = known.prepared
     if prepared.proven:
         return prepared(tensors, scalars, cu_seqlens, chunk_indices)
     try:
         results = prepared(tensors, scalars, cu_seqlens, chunk_indices)
     except Exception as error:  # any fault of a chosen candidate must leave the call as if it had not been chosen
         arguments = Call(tensors=tensors, options=options, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices)
-        prepared = router.recover(spec, signature, arguments, prepared, error)
+        prepared = router.recover(spec, known.signature, arguments, prepared, error)
         results = prepared(tensors, scalars, cu_seqlens, chunk_indices)
     prepared.proven = True
     return results
-
-
-def facts(tensor: torch.Tensor | None) -> object:
-    """All of an operand that a check or a choice depends on; a thing that is no tensor never hits."""
-    if tensor is None:
-        return None
-    try:
-        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-    except AttributeError:
-        return object()
-

@@ -3,13 +3,14 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from dv_local import BT, SPEC, arguments, assert_right, dv_local
 from cases import experiment_for, faults
 
-from layout_tuner import layouts, ops, reference, registry
+from layout_tuner import layouts, ops, reference
 from layout_tuner.errors import UnsupportedProblemError
 from layout_tuner.keys import Key
 from layout_tuner.layouts import Layout, arrival, relayout
@@ -234,7 +235,7 @@ def test_two_thousand_tokens(device: torch.device, varlen: bool) -> None:
         dtype="bfloat16",
         form=SPEC.form_named("training"),
     )
-    full = registry.OpSpec(**{**SPEC.__dict__, "variants": ("full",)}) if device.type == "cpu" else SPEC
+    full = replace(SPEC, variants=("full",)) if device.type == "cpu" else SPEC
     experiment = experiment_for(full, key, device, (0, 1, 700, 2048))
     assert not faults(experiment)
 

@@ -23,7 +23,8 @@ def show(
 
     from .decisions import decision_json, decision_table
 
-    store = open_store(cache or Config.load(config).cache.path or None)
+    settings = Config.load(config)
+    store = open_store(cache or settings.cache.path or None)
     decisions = list(store.decisions(environment=environment, op=op))
     if json:
         print_json({"decisions": [decision_json(decision) for decision in decisions]})

@@ -11,7 +11,7 @@ from .common import INTERRUPTED, console, print_json, use_interpreter_on_cpu
 
 if TYPE_CHECKING:
     from layout_tuner.keys import Key
-    from layout_tuner.warmup import Report
+    from layout_tuner.warming import Report
 
 INTERPRETER_NOTE = (
     "Measured in Triton's interpreter on a CPU: these times say nothing about an NPU or a GPU, and no accelerator "
@@ -33,7 +33,7 @@ def warmup(
     """Tune every key that the shapes ask for and that has no decision yet, and store each result at once."""
     use_interpreter_on_cpu(device)
     from layout_tuner import registry
-    from layout_tuner.warmup import warmup as run
+    from layout_tuner.warming import warmup as run
 
     chosen = [name.strip() for name in ops.split(",")] if ops else None
     for name in chosen or ():

@@ -9,6 +9,7 @@ from layout_tuner.kernels import tiling
 
 from .. import launcher, reference, router
 from ..registry import Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
+from .sizes import chunk_counts
 
 
 def chunk_fwd_o(
@@ -95,12 +96,7 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
     ) -> tuple[torch.Tensor]:
         B, T = v.shape[0], v.shape[1]
         o = torch.empty_like(v)
-        if cu_seqlens is None or chunk_indices is None:
-            NT, N = -(-T // BT), 0
-            chunks = B * NT
-        else:
-            NT, N = chunk_indices.shape[0], cu_seqlens.shape[0] - 1
-            chunks = NT
+        NT, N, chunks = chunk_counts(B, T, BT, cu_seqlens, chunk_indices)
         tasks = chunks * HV * -(-V // BV)
         kernel(
             max(1, min(tasks, programs)),

@@ -6,8 +6,8 @@ import os
 import sqlite3
 
 import pytest
-
-from layout_tuner.cache import filesystem, store as stores
+from layout_tuner.cache import filesystem
+from layout_tuner.cache import store as stores
 from layout_tuner.cache.filesystem import FileSystem, file_system
 from layout_tuner.cache.folder import FolderStore, host_file, host_files
 from layout_tuner.cache.hosts import host_id

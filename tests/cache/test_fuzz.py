@@ -6,15 +6,16 @@ import sqlite3
 import struct
 
 import pytest
-
 from layout_tuner.cache.layers import open_layers
 from layout_tuner.cache.records import DecisionRecord
 from layout_tuner.cache.share import export_file, import_file
 from layout_tuner.cache.store import Store, open_store
 from layout_tuner.cache.validation import check_decision
+
 from layout_tuner.errors import CacheError
 
 FILES = 2000
+PARTS = 8
 
 HOSTILE = [
     "'; DROP TABLE decisions; --",
@@ -95,11 +96,12 @@ def poison(path, random_: random.Random) -> None:
         connection.commit()
 
 
-def test_damaged_files_never_stop_a_job(fast_path, sound, make):
-    random_ = random.Random(20260301)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_damaged_files_never_stop_a_job(fast_path, sound, make, part):
+    random_ = random.Random(f"part {part}")
     answered = 0
-    for number in range(FILES):
-        path = fast_path / "decisions.sqlite"
+    path = fast_path / "decisions.sqlite"
+    for number in range(FILES // PARTS):
         if number % 4 == 3:
             path.write_bytes(sound[0])
             poison(path, random_)
@@ -112,17 +114,18 @@ def test_damaged_files_never_stop_a_job(fast_path, sound, make):
             assert isinstance(found, DecisionRecord)
             assert check_decision(found) == found
             assert found.key == make.key()
-        for record in store.decisions():
-            check_decision(record)
-        store.misses()
-        store.environments()
         kept = store.publish(make.decision(T=5, candidate="block/g=T_CONTIG"), make.environment)
         assert store.lookup(make.key(T=5), make.environment.id) == kept
+        if number % 5 == 0:
+            for record in store.decisions():
+                check_decision(record)
+            store.misses()
+            store.environments()
         store.close()
         for each in fast_path.iterdir():
             each.unlink()
-    # Most damage hits elsewhere, or is not damage to this row: the test has met both outcomes.
-    assert FILES * 0.1 < answered < FILES * 0.95
+    # Some damage leaves this row alone and some does not: the test has met both.
+    assert FILES / PARTS * 0.1 < answered < FILES / PARTS * 0.95
 
 
 def test_damaged_files_are_imported_safely_or_not_at_all(fast_path, sound, make):

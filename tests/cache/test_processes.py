@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-
 from layout_tuner.cache.file import Store
 
 BENCH = Path(__file__).parents[2] / "bench" / "cache.py"

@@ -1,0 +1,229 @@
+"""The `tuner` command: what it prints, how it exits, and what is left when it is stopped."""
+
+import functools
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command import TUNER, Result, finish, rows, run_here, shape, shapes_file, start, wait_for_rows
+from dv_local import CANDIDATES, SPEC
+from timers import set_times
+
+import layout_tuner
+from layout_tuner import warming
+from layout_tuner.errors import REFUSAL
+from layout_tuner.router import Router
+
+WINNER = "full/g=T_CONTIG"
+SLOW = shape(T=20_000)  # minutes in the interpreter
+Tuner = Callable[..., Result]
+
+
+@pytest.fixture
+def tuner(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Tuner:
+    """The command in this process and in an empty folder; a set clock decides for `WINNER`."""
+    monkeypatch.chdir(tmp_path)
+    times = dict.fromkeys(CANDIDATES, 10.0) | {WINNER: 8.0}
+    monkeypatch.setattr(warming, "Router", functools.partial(Router, timer=set_times(times)))
+    return lambda *arguments: run_here(arguments, monkeypatch, capsys)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "decisions.sqlite"
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = """
+import sys
+sys.argv = ["tuner", "--help"]
+from layout_tuner.cli import main
+try:
+    main()
+except SystemExit as end:
+    assert not end.code
+heavy = {"torch", "triton", "numpy", "sqlalchemy", "pydantic", "platformdirs", "rich"} & set(sys.modules)
+sys.exit(f"imported {heavy}" if heavy else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "warmup" in done.stdout
+    assert "show" in done.stdout
+
+
+def test_version_of_the_installed_command() -> None:
+    done = subprocess.run([TUNER, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"tuner {layout_tuner.__version__}\n"
+
+
+def test_the_whole_command_in_processes_of_its_own(tmp_path: Path, cache: Path) -> None:
+    shapes = shapes_file(tmp_path, shape())
+    first = finish(start("warmup", "--shapes", shapes, "--cache", cache))
+    assert first.status == 0, first.err
+    assert "1 tuned, 0 stored before; environment Triton interpreter #" in first.out
+    assert "these times say nothing about an NPU or a GPU" in first.out
+    for word in (SPEC.name, "end to end us", "kernel us", "transpose us", "error", "WINNER (tuned now)", *CANDIDATES):
+        assert word in first.out
+    second = finish(start("warmup", "--shapes", shapes, "--cache", cache))
+    assert second.status == 0, second.err
+    assert "nothing to tune, 1 stored before" in second.out
+    assert "WINNER (stored before)" in second.out
+
+
+def test_warmup_json_is_all_that_goes_to_stdout(tuner: Tuner, tmp_path: Path, cache: Path) -> None:
+    shapes = shapes_file(tmp_path, shape(), shape(HV=1))
+    report = json.loads(tuner("warmup", "--shapes", shapes, "--cache", cache, "--json").out)
+    assert [(row["status"], row["reason"] != "") for row in report["keys"]] == [("tuned", False), ("trivial", True)]
+    assert report["interpreted"] is True
+    assert report["environment"]["id"].startswith("Triton interpreter #")
+    assert report["store"] == str(cache)
+    decision = report["keys"][0]["decision"]
+    assert (decision["op"], decision["T"], decision["candidate"]) == (SPEC.name, 16, WINNER)
+    assert [found["candidate"] for found in decision["measurements"]] == list(CANDIDATES)
+    assert decision["gain"] == pytest.approx(0.2)
+
+
+def test_a_second_run_tunes_nothing_and_says_so(tuner: Tuner, tmp_path: Path, cache: Path) -> None:
+    shapes = shapes_file(tmp_path, shape())
+    assert "1 tuned, 0 stored before" in tuner("warmup", "--shapes", shapes, "--cache", cache).out
+    again = tuner("warmup", "--shapes", shapes, "--cache", cache)
+    assert (again.status, rows(cache)) == (0, 1)
+    assert "nothing to tune, 1 stored before" in again.out
+
+
+def test_the_table_says_who_wins_and_by_how_much(tuner: Tuner, tmp_path: Path, cache: Path) -> None:
+    out = tuner("warmup", "--shapes", shapes_file(tmp_path, shape()), "--cache", cache).out
+    (winner,) = [line for line in out.splitlines() if "WINNER" in line]
+    assert WINNER in winner
+    assert "-20.0 %" in winner
+    assert f"{CANDIDATES[0]} (default)" in out
+    assert str(cache) in out
+
+
+def test_show(tuner: Tuner, tmp_path: Path, cache: Path) -> None:
+    tuner("warmup", "--shapes", shapes_file(tmp_path, shape()), "--cache", cache)
+    shown = tuner("show", "--cache", cache)
+    assert shown.status == 0
+    for word in ("environment Triton interpreter #", WINNER, "measured", f"1 decisions in {cache}"):
+        assert word in shown.out
+    (decision,) = json.loads(tuner("show", "--cache", cache, "--json").out)["decisions"]
+    assert (decision["candidate"], decision["source"], decision["varlen"]) == (WINNER, "measured", False)
+    assert len(decision["measurements"]) == 4
+    assert json.loads(tuner("show", "--cache", cache, "--op", "chunk_fwd_o", "--json").out) == {"decisions": []}
+
+
+def test_show_of_nothing(tuner: Tuner, cache: Path) -> None:
+    empty = tuner("show", "--cache", cache)
+    assert (empty.status, empty.out) == (0, f"no decisions in {cache}\n")
+    assert json.loads(tuner("show", "--cache", cache, "--json").out) == {"decisions": []}
+
+
+def test_only_the_named_ops(tuner: Tuner, tmp_path: Path, cache: Path) -> None:
+    shapes = shapes_file(tmp_path, shape())
+    done = tuner("warmup", "--shapes", shapes, "--cache", cache, "--ops", "chunk_fwd_o", "--json")
+    assert (done.status, json.loads(done.out)["keys"]) == (0, [])
+
+
+def test_a_spent_budget_leaves_keys(tuner: Tuner, tmp_path: Path, cache: Path) -> None:
+    shapes = shapes_file(tmp_path, shape())
+    done = tuner("warmup", "--shapes", shapes, "--cache", cache, "--budget", "-1")
+    assert (done.status, rows(cache)) == (0, 0)
+    assert "1 left" in done.out
+
+
+# -- exit status 1 and 2 -----------------------------------------------------------------------------------------
+
+
+def test_what_no_kernel_serves_fails_and_the_rest_is_tuned(tuner: Tuner, tmp_path: Path, cache: Path) -> None:
+    done = tuner("warmup", "--shapes", shapes_file(tmp_path, shape(), shape(K=300)), "--cache", cache)
+    assert (done.status, rows(cache)) == (1, 1)
+    assert "unsupported: chunk_bwd_dv_local: K=300" in done.out
+    assert "1 tuned, 0 stored before, 1 unsupported" in done.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["warmup"], "--shapes"),
+        (["warmup", "--shapes", "none.json"], "none.json: No such file"),
+        (["warmup", "--shapes", "good.json", "--ops", "nothing"], "no op 'nothing' (there are "),
+        (["warmup", "--shapes", "good.json", "--device", "warp"], "device 'warp'"),
+        (["warmup", "--shapes", "good.json", "--device", "npu"], "device 'npu'"),
+        (["warmup", "--shapes", "good.json", "--config", "none.toml"], "none.toml: No such file"),
+        (["warmup", "--shapes", "good.json", "--num-warps", "4"], "--num-warps"),
+        (["show", "--config", "bad.toml"], "[tuning] min_gian: unknown (known: "),
+        (["nothing"], "nothing"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_usage(tuner: Tuner, tmp_path: Path, cache: Path, arguments: list[str], said: str) -> None:
+    shapes_file(tmp_path, shape()).rename(tmp_path / "good.json")
+    (tmp_path / "bad.toml").write_text("[tuning]\nmin_gian = 1\n")
+    done = tuner(*arguments, *(["--cache", cache] if arguments[0] != "nothing" else []))
+    assert (done.status, done.out) == (2, "")
+    assert said in " ".join(done.err.split())
+    assert not cache.exists()
+
+
+def test_bad_shapes_are_named_together_and_nothing_is_written(tuner: Tuner, tmp_path: Path, cache: Path) -> None:
+    shapes = shapes_file(tmp_path, shape(), shape(T=0, dtype="int8"), shape(num_warps=4))
+    done = tuner("warmup", "--shapes", shapes, "--cache", cache)
+    assert (done.status, done.out) == (2, "")
+    for part in ("row 1: T", "row 1: dtype", f"row 2: num_warps: {REFUSAL}"):
+        assert part in done.err
+    assert "row 0" not in done.err
+    assert [path.name for path in tmp_path.iterdir()] == ["shapes.json"]
+
+
+# -- stopped, and a cache that is no good ------------------------------------------------------------------------
+
+
+def test_ctrl_c_keeps_finished_keys(tmp_path: Path, cache: Path) -> None:
+    process = start("warmup", "--shapes", shapes_file(tmp_path, shape(), SLOW), "--cache", cache)
+    wait_for_rows(cache, 1, process)
+    time.sleep(1.0)  # from the row in the file to the row in the report
+    process.send_signal(signal.SIGINT)
+    done = finish(process)
+    assert done.status == 130, done.err
+    assert "1 tuned" in done.out
+    assert rows(cache) == 1
+
+
+def test_a_kill_loses_only_the_key_in_flight(tmp_path: Path, cache: Path) -> None:
+    shapes = shapes_file(tmp_path, shape(), shape(dtype="fp16"), SLOW)
+    process = start("warmup", "--shapes", shapes, "--cache", cache)
+    wait_for_rows(cache, 2, process)
+    process.kill()
+    finish(process)
+    assert rows(cache) == 2
+
+
+@pytest.mark.parametrize("place", ["file/decisions.sqlite", "folder"])
+def test_a_cache_that_cannot_be_written(
+    tuner: Tuner, tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    done = tuner("warmup", "--shapes", shapes_file(tmp_path, shape()), "--cache", tmp_path / place)
+    assert done.status == 0
+    assert "1 tuned" in done.out
+    assert WINNER in done.out
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert place.split("/")[0] in warning
+    assert "kept in memory" in warning
+
+
+def test_a_damaged_file_is_set_aside(
+    tuner: Tuner, tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    garbage = b"this is no database" * 1000
+    cache.write_bytes(garbage)
+    done = tuner("warmup", "--shapes", shapes_file(tmp_path, shape()), "--cache", cache)
+    assert (done.status, rows(cache)) == (0, 1)
+    (aside,) = [path for path in tmp_path.iterdir() if path.is_file() and path.read_bytes() == garbage]
+    assert aside.name in caplog.text
