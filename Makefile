@@ -6,6 +6,7 @@
 #   JOBS     test processes at a time
 
 PYTHON ?= python3
+ASCEND_PYTHON ?= python3.11
 TORCH ?= torch==2.13.0
 EXTRAS ?= cpu
 JOBS ?= 2
@@ -14,7 +15,7 @@ SHAPES ?= examples/shapes.json
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help install warmup test test-all lint clean
+.PHONY: help install warmup test test-all lint ascend ascend-test clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -49,6 +50,22 @@ lint: $(INSTALLED)
 	rm -rf build
 	$(BIN)/python -m pip install --quiet --no-deps --target build/typecheck .
 	$(BIN)/mypy --config-file pyproject.toml build/typecheck/layout_tuner
+
+## make ascend      Ascend's compiler in .venv-ascend, no NPU needed; Python 3.11 for triton-ascend's wheel
+ascend: .venv-ascend/.installed
+
+.venv-ascend/.installed:
+	$(ASCEND_PYTHON) -m venv .venv-ascend
+	.venv-ascend/bin/python -m pip install --quiet triton-ascend==3.2.0 ascendnpu-ir==1.2.0 pybind11
+	touch $@
+	@missing=; for tool in mlir-opt-19 mlir-translate-19 clang-19; do \
+	  command -v $$tool >/dev/null || missing="$$missing $$tool"; done; \
+	if [ -n "$$missing" ]; then echo "running compiled kernels on this CPU also needs$$missing:" \
+	  "apt-get install mlir-19-tools llvm-19 clang-19"; fi
+
+## make ascend-test every kernel on Ascend's compiler
+ascend-test: $(INSTALLED) ascend
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) tests/ascend
 
 clean:
 	rm -rf .venv .venv-ascend build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache

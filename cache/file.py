@@ -10,6 +10,7 @@ from . import schema
 from .bulk import Tally, decisions_of
 from .database import BUSY_TIMEOUT_S, Database
 from .evidence import imported
+from .faults import StoreError
 from .records import DecisionRecord
 from .sql import SqlStore
 from .transfer import transfer
@@ -55,7 +56,11 @@ class Store(SqlStore):
         database = Database(
             self.path, read_only=read_only, immutable=immutable, journal=journal, busy_timeout_s=busy_timeout_s
         )
-        schema.prepare(database, verify=verify)
+        try:
+            schema.prepare(database, verify=verify)
+        except StoreError:
+            database.close()
+            raise
         super().__init__(database, host)
         self._database: Database = database
         self.read_only = database.read_only

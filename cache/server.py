@@ -111,7 +111,11 @@ class ServerStore(SqlStore):
         database = ServerDatabase(url)
         super().__init__(database, host)
         self._place = database.name
-        database.run(self._prepare, write=True)
+        try:
+            database.run(self._prepare, write=True)
+        except StoreError:
+            database.close()
+            raise
 
     @property
     def name(self) -> str:

@@ -145,7 +145,7 @@ def merge_files(paths: Sequence[str | os.PathLike[str]], out: str | os.PathLike[
 
 def differences(one: DecisionStore, other: DecisionStore) -> Iterator[Difference]:
     """Every key for which two stores do not believe in the same candidate; raises `StoreError`."""
-    first, second = _believed(one), _believed(other)
+    first, second = believed(one), believed(other)
     for place in sorted(first.keys() | second.keys(), key=str):
         left, right = first.get(place), second.get(place)
         if left is None or right is None or (left.candidate, left.revision) != (right.candidate, right.revision):
@@ -241,7 +241,8 @@ def _free_pages(database: Database) -> int:
     return database.run(lambda connection: int(connection.exec_driver_sql("PRAGMA freelist_count").scalar_one()))
 
 
-def _believed(store: DecisionStore) -> dict[tuple[str, KeyRecord], DecisionRecord]:
+def believed(store: DecisionStore) -> dict[tuple[str, KeyRecord], DecisionRecord]:
+    """The decision that is believed for each environment and key; raises `StoreError`."""
     groups: dict[tuple[str, KeyRecord], list[DecisionRecord]] = {}
     for record in store.decisions():
         groups.setdefault((record.environment, record.key), []).append(record)

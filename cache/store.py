@@ -11,7 +11,6 @@ from .file import Store
 from .filesystem import file_system
 from .folder import FolderStore
 from .guarded import GuardedStore
-from .interface import DecisionStore
 from .memory import MemoryStore
 
 __all__ = ["MemoryStore", "Store", "default_path", "open_path", "open_store"]
@@ -34,7 +33,7 @@ def open_store(path: str | os.PathLike[str] | None = None) -> GuardedStore:
     return GuardedStore(str(place), lambda fault: open_path(place, fault))
 
 
-def open_path(path: Path, fault: Fault | None = None) -> DecisionStore:
+def open_path(path: Path, fault: Fault | None = None) -> Store | FolderStore:
     """The store at a path, as its file system allows: one file on a local one, one file per host on a network.
 
     Args:

@@ -67,17 +67,21 @@ def invert_by_halves(
 
 @triton.jit
 def invert_by_rows(b_M):
-    """(I + M)^-1 of a block `[16, 16]` by forward substitution; reads `M` below the diagonal only."""
+    """(I + M)^-1 of a block `[16, 16]` by substitution; reads `M` below the diagonal only.
+
+    It solves the transposed system from its last row up: Ascend's compiler gives each of its two vector cores half of
+    the columns, which are rows of the result, so that each stores whole rows.
+    """
     o_c = tl.arange(0, 16)
-    b_M = tl.where(o_c[:, None] > o_c[None, :], b_M, 0.0)
+    b_M = tl.trans(tl.where(o_c[:, None] > o_c[None, :], b_M, 0.0))
     b_X = tl.where(o_c[:, None] == o_c[None, :], 1.0, 0.0)
     for i in range(1, 16):
         # A row is taken and written by products with 0 and 1: Ascend's compiler selects row by row instead.
-        b_i = tl.where(o_c == i, 1.0, 0.0)
+        b_i = tl.where(o_c == 15 - i, 1.0, 0.0)
         b_row = tl.sum(b_M * b_i[:, None], axis=0)
         b_row = tl.sum(b_row[:, None] * b_X, axis=0)
         b_X -= b_i[:, None] * b_row[None, :]
-    return b_X
+    return tl.trans(b_X)
 
 
 @triton.jit

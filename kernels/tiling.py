@@ -95,8 +95,9 @@ def chunk_bwd_dqkwg_tiles(
     Two accumulators of 64 x 64 and what they are added to fill the registers of four warps; wider tiles spill. On
     Ascend dg is formed from the values: no row per head stays alive across the loop over K.
     """
-    widest = 32 if element_bytes == 4 else 64
-    return min(BT, 32), power_of_two(K, 16, widest), power_of_two(V, 16, widest), chip == "ascend"
+    widest_k = 32 if element_bytes == 4 else 64
+    widest_v = 32 if element_bytes == 4 and chip == "cuda" else 64
+    return min(BT, 32), power_of_two(K, 16, widest_k), power_of_two(V, 16, widest_v), chip == "ascend"
 
 
 def prepare_wy_repr_bwd_tiles(K: int, V: int, BT: int, element_bytes: int, chip: str) -> tuple[int, int]:

@@ -50,7 +50,7 @@ _HOMES = {
     "TuningError": "errors",
 }
 
-__all__ = ["__version__", "ops", *_HOMES]  # noqa: PLE0604
+__all__ = ["__version__", "ops", *_HOMES]
 
 
 def __getattr__(name: str) -> object:

@@ -60,6 +60,14 @@ class Cache(Section):
     path: str = ""
 
 
+class Ascend(Section):
+    """Ascend's compiler on a machine without an NPU."""
+
+    python: str = ""
+    processes: Annotated[int, Field(ge=1)] = 2
+    timeout_s: Annotated[float, Field(gt=0.0)] = 120.0
+
+
 class Config(BaseModel):
     """Every setting, frozen. `Config.load()` reads file and environment; `Config()` is the defaults."""
 
@@ -69,6 +77,7 @@ class Config(BaseModel):
     measure: Measure = Measure()
     keys: Keys = Keys()
     cache: Cache = Cache()
+    ascend: Ascend = Ascend()
 
     @classmethod
     def load(cls, path: str | os.PathLike[str] | None = None, **explicit: Mapping[str, object]) -> Config:
@@ -180,7 +189,7 @@ def describe(fault: Mapping[str, object], origins: Mapping[tuple[str, str], str]
     section, *rest = (str(part) for part in location)
     where = f"[{section}] {rest[0]}" if rest else f"[{section}]"
     origin = origins.get((section, rest[0]), file) if rest else file
-    if rest and rest[0] in REFUSED or section in REFUSED:
+    if (rest and rest[0] in REFUSED) or section in REFUSED:
         return f"{origin}: {rest[0] if rest else section}: {REFUSAL}"
     if fault["type"] != "extra_forbidden":
         return f"{origin}: {where}: {fault['msg']}, got {fault['input']!r}"

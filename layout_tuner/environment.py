@@ -5,6 +5,7 @@ An environment is a namespace. Decisions of another one are kept and do not matc
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -76,10 +77,8 @@ def npu_facts() -> dict[str, str]:
     import importlib.metadata
 
     facts = {}
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         facts["torch_npu"] = importlib.metadata.version("torch_npu")
-    except importlib.metadata.PackageNotFoundError:
-        pass
     ask = getattr(getattr(getattr(torch, "npu", None), "utils", None), "get_cann_version", None)
     for fact, module in (("cann", "CANN"), ("driver", "DRIVER")):
         try:

@@ -9,9 +9,8 @@
 Wrong shapes, dtypes and devices of a call are `ValueError` and `TypeError`, as in torch.
 """
 
-
 REFUSED = ("num_warps", "num_stages")
-REFUSAL = "num_warps and num_stages cannot be set anywhere: no kernel here takes them, on an Ascend NPU they do not exist"
+REFUSAL = "num_warps and num_stages cannot be set anywhere: no kernel here takes them, an Ascend NPU has no such thing"
 
 
 class LayoutTunerError(Exception):

@@ -11,10 +11,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from . import device as devices
-from . import layouts, numerics
+from . import numerics
 from .inputs import synthesize
 from .keys import Key
-from .layouts import Layout
 from .prepare import Prepared, copies
 from .registry import Call, Candidate, OpSpec, Outputs, Problem, dtype_name
 from .tuner import Check, Runs, Trial
@@ -139,5 +138,3 @@ class Experiment:
 def as_tuple(results: object) -> tuple[torch.Tensor | None, ...]:
     """An oracle's results as a tuple."""
     return tuple(results) if isinstance(results, tuple) else (results,)  # type: ignore[return-value]
-
-

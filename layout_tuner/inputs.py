@@ -7,6 +7,7 @@ from a generator seeded by the key; sequence lengths are drawn on the CPU and ar
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -35,7 +36,7 @@ def sequence_starts(T: int, generator: torch.Generator) -> torch.Tensor:
 def chunk_starts(cu_seqlens: torch.Tensor | None, T: int, BT: int) -> list[tuple[int, int]]:
     """First and last token (exclusive) of every chunk of a batch row."""
     starts = cu_seqlens.tolist() if cu_seqlens is not None else [0, T]
-    return [(t, min(t + BT, eos)) for bos, eos in zip(starts, starts[1:]) for t in range(bos, eos, BT)]
+    return [(t, min(t + BT, eos)) for bos, eos in itertools.pairwise(starts) for t in range(bos, eos, BT)]
 
 
 class Drawing:
@@ -144,7 +145,7 @@ def synthesize(
     sizes = {name: getattr(key, name) for name in ("B", "T", "H", "HV", "K", "V")}
     sizes |= {"BT": drawing.BT, "NT": len(drawing.chunks)}
     sizes["N"] = len(drawing.cu_seqlens) - 1 if drawing.cu_seqlens is not None else key.B
-    tensors = []
+    tensors: list[torch.Tensor | None] = []
     for operand in spec.operands:
         if not given(operand, form):
             tensors.append(None)

@@ -106,9 +106,7 @@ def relayout(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
     return tensor.contiguous()
 
 
-def empty(
-    shape: tuple[int, int, int], layout: Layout, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+def empty(shape: tuple[int, int, int], layout: Layout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """An uninitialised time-axis tensor of logical shape `[B, T, HV]` in `layout`."""
     import torch
 

@@ -13,7 +13,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from .errors import REFUSAL, REFUSED, ConfigError, UnsupportedProblemError
 from .keys import Form, Key, form_text, parse_form
@@ -314,7 +314,7 @@ class OpSpec:
         present |= {out.name for out in self.outputs if out.time_axis and (not out.needs or out.needs in form)}
         groups = [tuple(name for name in group if name in present) for group in self.layout_groups]
         groups = [group for group in groups if group]
-        choices = []
+        choices: list[tuple[Layout, ...]] = []
         for group in groups:
             arrives = {form.arrival(name) for name in group}
             if key.HV == 1 or key.T == 1:
@@ -475,9 +475,13 @@ def check_call(spec: OpSpec, call: Call) -> dict[str, int]:
                 )
             origin.setdefault(symbol, operand.name)
         if tensor.device != main.device:
-            faults.append(f"{operand.name}: wanted device {main.device} as {spec.operands[0].name}, got {tensor.device}")
+            faults.append(
+                f"{operand.name}: wanted device {main.device} as {spec.operands[0].name}, got {tensor.device}"
+            )
         if operand.must_match and not operand.time_axis and tensor.dtype != main.dtype:
-            faults.append(f"{operand.name}: wanted {dtype_name(main)} as {spec.operands[0].name}, got {dtype_name(tensor)}")
+            faults.append(
+                f"{operand.name}: wanted {dtype_name(main)} as {spec.operands[0].name}, got {dtype_name(tensor)}"
+            )
         elif dtype_name(tensor) not in operand.dtypes:
             faults.append(f"{operand.name}: wanted one of {', '.join(operand.dtypes)}, got {dtype_name(tensor)}")
     if "HV" in sizes and sizes.get("H") and sizes["HV"] % sizes["H"]:

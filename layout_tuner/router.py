@@ -80,6 +80,29 @@ class Known:
         self.launch = prepared.launch if prepared.proven and prepared.direct else None
 
 
+class Memory(dict[Signature, Prepared]):
+    """What was prepared, by signature, and shortcuts to it; clearing it forgets all.
+
+    Attributes:
+        last: The last call of each op.
+        by_shape: The last call of an op with that shape of the main tensor.
+        bound: What packed batches of one bucket share.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: dict[OpSpec, Known] = {}
+        self.by_shape: dict[tuple[OpSpec, object], Known] = {}
+        self.bound: dict[tuple[object, ...], Prepared] = {}
+
+    def clear(self) -> None:
+        """Forget everything."""
+        super().clear()
+        self.last.clear()
+        self.by_shape.clear()
+        self.bound.clear()
+
+
 _routers: weakref.WeakSet[Router] = weakref.WeakSet()
 
 
@@ -100,11 +123,8 @@ class Router:
         self.tuning = tuning
         self.on_miss = on_miss
         self.timer = timer
-        self.prepared: dict[Signature, Prepared] = {}
-        self.last: dict[OpSpec, Known] = {}  # the last call of each op
-        self.by_shape: dict[tuple[OpSpec, torch.Size], Known] = {}  # the last with that shape of the main tensor
+        self.prepared = Memory()
         self.variants: dict[tuple[Key, str], str | None] = {}
-        self.bound: dict[tuple[object, ...], Prepared] = {}  # packed batches of one bucket share what they launch
         self.choices: dict[tuple[Key, str], Choice] = {}
         self._lock = threading.RLock()
         self._store: DecisionStore | None = None
@@ -142,8 +162,8 @@ class Router:
         choice = Choice(candidate=default, source="default")
         self.choices[bucketed(key, self.config.keys.bucket), environment(device).id] = choice
         prepared = self.prepare(spec, key, device, default, call)
-        self.last.pop(spec, None)
-        self.by_shape.clear()
+        self.prepared.last.pop(spec, None)
+        self.prepared.by_shape.clear()
         self.remember(signature, prepared)
         return prepared
 
@@ -154,17 +174,15 @@ class Router:
         rounded = bucketed(key, self.config.keys.bucket)
         whole = tuple(tensor is None or tensor.is_contiguous() for tensor in call.tensors)
         same = (rounded, candidate, device, whole)
-        prepared = self.bound.get(same)
+        prepared = self.prepared.bound.get(same)
         if prepared is None:
-            prepared = self.bound[same] = Prepared(spec, self.problem(rounded, device), candidate, call)
+            prepared = self.prepared.bound[same] = Prepared(spec, self.problem(rounded, device), candidate, call)
         return prepared
 
     def remember(self, signature: Signature, prepared: Prepared) -> None:
         """Make a signature a hit from now on."""
         if len(self.prepared) >= MOST_SIGNATURES:
             self.prepared.clear()
-            self.by_shape.clear()
-            self.bound.clear()
         self.prepared[signature] = prepared
 
     def hit(
@@ -178,9 +196,9 @@ class Router:
         """What runs a call that differs from the last one of its op, prepared just now where it is new."""
         shape = getattr(tensors[0], "shape", None)
         try:
-            known = self.by_shape[spec, shape]
-            if known.fits(tensors, options, cu_seqlens, chunk_indices) and self.prepared:
-                self.last[spec] = known
+            known = self.prepared.by_shape[spec, shape]
+            if known.fits(tensors, options, cu_seqlens, chunk_indices):
+                self.prepared.last[spec] = known
                 return known
         except (AttributeError, KeyError, TypeError):  # TypeError: a shape that cannot be hashed
             pass
@@ -189,7 +207,8 @@ class Router:
         if prepared is None:
             arguments = Call(tensors=tensors, options=options, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices)
             return Known(found, self.resolve(spec, found, arguments))
-        known = self.by_shape[spec, shape] = self.last[spec] = Known(found, prepared)
+        known = Known(found, prepared)
+        self.prepared.by_shape[spec, shape] = self.prepared.last[spec] = known
         return known
 
     def problem(self, key: Key, device: torch.device) -> Problem:
@@ -444,8 +463,8 @@ def find(
     """What runs a call: the newest entry's prepared launch for the call's signature."""
     router = _current
     try:
-        known = router.last[spec]
-        fits = known.fits(tensors, options, cu_seqlens, chunk_indices) and router.prepared
+        known = router.prepared.last[spec]
+        fits = known.fits(tensors, options, cu_seqlens, chunk_indices)
     except (AttributeError, KeyError):  # the op's first call, or an operand that is no tensor
         fits = False
     if not fits:
@@ -464,8 +483,8 @@ def call(
     """Run an op. A chosen candidate that fails to launch is put aside and the default runs in its place."""
     router = _current  # as in `find`, without the price of calling it
     try:
-        known = router.last[spec]
-        fits = known.fits(tensors, options, cu_seqlens, chunk_indices) and router.prepared
+        known = router.prepared.last[spec]
+        fits = known.fits(tensors, options, cu_seqlens, chunk_indices)
     except (AttributeError, KeyError):
         fits = False
     if not fits:

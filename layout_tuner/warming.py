@@ -104,9 +104,7 @@ def warmup(
     """
     settings = config if isinstance(config, Config) else Config.load(config)
     if cache is not None:
-        settings = settings.model_copy(
-            update={"cache": settings.cache.model_copy(update={"path": os.fspath(cache)})}
-        )
+        settings = settings.model_copy(update={"cache": settings.cache.model_copy(update={"path": os.fspath(cache)})})
     entries = load_shapes(shapes) if isinstance(shapes, (str, os.PathLike)) else parse_shapes(shapes)
     wanted, refused = keys(entries, settings.keys.bucket)
     if ops is not None:
@@ -128,9 +126,7 @@ def warmup(
             rows.append(warm_key(made, spec, key, where))
     except KeyboardInterrupt:
         interrupted = True
-    return Report(
-        rows=tuple(rows), environment=environment(where), store=made.store.name, interrupted=interrupted
-    )
+    return Report(rows=tuple(rows), environment=environment(where), store=made.store.name, interrupted=interrupted)
 
 
 def warm_key(router: Router, spec: OpSpec, key: Key, device: torch.device) -> Row:
@@ -148,4 +144,3 @@ def warm_key(router: Router, spec: OpSpec, key: Key, device: torch.device) -> Ro
         return Row(key=key, status="failed", reason=str(error), seconds=time.monotonic() - start)
     decision = router.store.lookup(key_record(key), where.id)
     return Row(key=key, status="tuned", decision=decision, seconds=time.monotonic() - start)
-

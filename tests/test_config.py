@@ -89,19 +89,23 @@ def test_unknown_names_list_the_known_ones(folder: Path) -> None:
 
 def test_unknown_variable_lists_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAYOUT_TUNER_TUNNING_BUDGET", "3")
-    with pytest.raises(ConfigError, match="LAYOUT_TUNER_TUNNING_BUDGET: unknown variable .*LAYOUT_TUNER_TUNING_BUDGET_S"):
+    with pytest.raises(
+        ConfigError, match=r"LAYOUT_TUNER_TUNNING_BUDGET: unknown variable .*LAYOUT_TUNER_TUNING_BUDGET_S"
+    ):
         Config.load()
 
 
 def test_every_bad_value_is_named_at_once(folder: Path) -> None:
-    message = refusal('[tuning]\nmin_gain = -1\non_miss = "ask"\n[keys]\nmax_keys = "many"\n[measure]\nl2 = 3\n', folder)
+    message = refusal(
+        '[tuning]\nmin_gain = -1\non_miss = "ask"\n[keys]\nmax_keys = "many"\n[measure]\nl2 = 3\n', folder
+    )
     for part in ("[tuning] min_gain", "-1", "[tuning] on_miss", "'ask'", "[keys] max_keys", "'many'", "[measure] l2"):
         assert part in message
 
 
 def test_bad_value_of_a_variable_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAYOUT_TUNER_TUNING_MIN_GAIN", "lots")
-    with pytest.raises(ConfigError, match="LAYOUT_TUNER_TUNING_MIN_GAIN: .*'lots'"):
+    with pytest.raises(ConfigError, match=r"LAYOUT_TUNER_TUNING_MIN_GAIN: .*'lots'"):
         Config.load()
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dv_local import BT, SPEC, arguments, assert_right, dv_local
 from cases import experiment_for, faults
+from dv_local import BT, SPEC, arguments, assert_right, dv_local
 
 from layout_tuner import layouts, ops, reference
 from layout_tuner.errors import UnsupportedProblemError
@@ -178,14 +178,14 @@ def test_tokens_outside_every_sequence_are_zero(
 
 
 def test_two_gates_are_refused(device: torch.device) -> None:
-    with pytest.raises(ValueError, match="g, g_gamma: wanted at most one of them, got both"):
+    with pytest.raises(ValueError, match=r"g, g_gamma: wanted at most one of them, got both"):
         dv_local(arguments(device), g_gamma=torch.zeros(2, device=device))
 
 
 def test_every_mistaken_shape_is_named(device: torch.device) -> None:
     given = arguments(device) | {"k": torch.zeros(1, 20, 1, 8, device=device)}
     given |= {"do": torch.zeros(1, 19, 2, 16, device=device), "g": torch.zeros(1, 20, 2, 1, device=device)}
-    with pytest.raises(ValueError, match="^chunk_bwd_dv_local: ") as caught:
+    with pytest.raises(ValueError, match=r"^chunk_bwd_dv_local: ") as caught:
         dv_local(given)
     for part in ("k: wanted K=16 as in q", "do: wanted T=20 as in q", "g: wanted [B, T, HV], got [1, 20, 2, 1]"):
         assert part in str(caught.value)
@@ -193,17 +193,17 @@ def test_every_mistaken_shape_is_named(device: torch.device) -> None:
 
 @pytest.mark.parametrize("sizes", [{"K": 257}, {"V": 257}])
 def test_too_wide_is_unsupported(device: torch.device, sizes: dict[str, int]) -> None:
-    with pytest.raises(UnsupportedProblemError, match="=257, but the kernels take at most 256"):
+    with pytest.raises(UnsupportedProblemError, match=r"=257, but the kernels take at most 256"):
         dv_local(arguments(device, **sizes))
 
 
 def test_another_chunk_size_is_unsupported(device: torch.device) -> None:
-    with pytest.raises(UnsupportedProblemError, match="chunk_size=48, but the kernels take 16, 32, 64"):
+    with pytest.raises(UnsupportedProblemError, match=r"chunk_size=48, but the kernels take 16, 32, 64"):
         ops.chunk_bwd_dv_local(**arguments(device), chunk_size=48)
 
 
 def test_mixed_devices_are_refused(device: torch.device) -> None:
-    with pytest.raises(ValueError, match="do: wanted device .* got meta"):
+    with pytest.raises(ValueError, match=r"do: wanted device .* got meta"):
         dv_local(arguments(device) | {"do": torch.zeros(1, 20, 2, 16, device="meta")})
 
 
@@ -230,7 +230,12 @@ except errors.UnsupportedProblemError as error:
 def test_two_thousand_tokens(device: torch.device, varlen: bool) -> None:
     key = Key(
         op=SPEC.name,
-        **{"B": 1 if varlen else 2, "T": 2048, "H": 4, "HV": 8, "K": 64, "V": 64},
+        B=1 if varlen else 2,
+        T=2048,
+        H=4,
+        HV=8,
+        K=64,
+        V=64,
         varlen=varlen,
         dtype="bfloat16",
         form=SPEC.form_named("training"),

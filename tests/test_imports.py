@@ -158,10 +158,11 @@ def attributes(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def test_one_module_asks_the_device_and_one_reads_the_environment() -> None:
-    asks = {name for name, text in attributes(PACKAGE) if text in ("torch.npu", "torch.cuda", "torch.get_device_module")}
+    questions = ("torch.npu", "torch.cuda", "torch.get_device_module")
+    asks = {name for name, text in attributes(PACKAGE) if text in questions}
     assert asks <= {"device.py"}
     reads = {name for name, text in attributes(PACKAGE) if text in ("os.environ", "os.getenv", "os.putenv")}
-    assert reads == {"config.py"}
+    assert reads == {"config.py", "ascend/worker.py"}  # the worker is a program of its own
 
 
 def test_only_the_command_prints() -> None:
@@ -193,7 +194,7 @@ def test_tests_are_imported_by_path() -> None:
     assert str(ROOT) not in sys.path
 
 
-@pytest.mark.parametrize("line", ["import kernels", "from kernels import dv_local", "import cache", "from cache import x"])
+@pytest.mark.parametrize("line", ["import kernels", "from kernels import x", "import cache", "from cache import x"])
 def test_ruff_bans_the_bare_names(line: str) -> None:
     ruff = Path(sys.executable).with_name("ruff")
     done = subprocess.run(

@@ -9,12 +9,12 @@ import dv_local
 import pytest
 import torch
 from dv_local import SPEC
+from layout_tuner.kernels import dv_local as kernels
 
 from layout_tuner import launcher
 from layout_tuner.device import Chip
 from layout_tuner.errors import REFUSAL
 from layout_tuner.inputs import synthesize
-from layout_tuner.kernels import dv_local as kernels
 from layout_tuner.prepare import Prepared
 from layout_tuner.registry import Problem
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from layout_tuner import layouts
-from layout_tuner.layouts import Layout, LayoutPlan, arrival, relayout
-from layout_tuner.prepare import must_move
+from layout_tuner.layouts import Layout, LayoutPlan, arrival, in_layout, must_move, relayout
 
 B, T, HV = 2, 5, 3
 
@@ -81,6 +80,13 @@ def test_relayout_leaves_what_lies_right(g: torch.Tensor) -> None:
     assert relayout(g, Layout.STRIDE_HV).data_ptr() == g.data_ptr()
     there = t_contig(g)
     assert relayout(there, Layout.T_CONTIG).data_ptr() == there.data_ptr()
+
+
+def test_in_layout_copies_only_what_has_to_move(g: torch.Tensor) -> None:
+    assert in_layout(g, Layout.STRIDE_HV) is g
+    assert arrival(in_layout(g, Layout.T_CONTIG)) is Layout.T_CONTIG
+    one_head = g[..., :1].contiguous()
+    assert in_layout(one_head, Layout.T_CONTIG) is one_head
 
 
 def test_relayout_to_other_is_refused(g: torch.Tensor) -> None:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+import layout_tuner.kernels
 import pytest
 import torch
 from cases import experiment_for, faults
 from dv_local import SPEC, key
 
-import layout_tuner.kernels
 from layout_tuner.ops import dv_local as op
 
 SOURCES = Path(next(iter(layout_tuner.kernels.__path__)))

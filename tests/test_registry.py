@@ -27,7 +27,7 @@ def call(form: str = dv_local.FORM, **named: object) -> Call:
 
 
 def complaint(**named: object) -> str:
-    with pytest.raises(ValueError, match="^chunk_bwd_dv_local: ") as caught:
+    with pytest.raises(ValueError, match=r"^chunk_bwd_dv_local: ") as caught:
         SPEC.key(call(**named))
     return str(caught.value)
 
@@ -50,7 +50,13 @@ def test_every_mistake_is_named_at_once() -> None:
         g=torch.zeros(1, 20, 3, dtype=torch.float64),
         cu_seqlens=torch.zeros(3),
     )
-    for part in ("k: wanted T=20", "do: wanted B=1", "g: wanted HV=2", "g: wanted one of float32", "cu_seqlens: wanted"):
+    for part in (
+        "k: wanted T=20",
+        "do: wanted B=1",
+        "g: wanted HV=2",
+        "g: wanted one of float32",
+        "cu_seqlens: wanted",
+    ):
         assert part in message
 
 
@@ -93,7 +99,7 @@ def test_packed_batch_has_one_row() -> None:
 
 
 def test_operand_that_is_no_tensor() -> None:
-    with pytest.raises(TypeError, match="chunk_bwd_dv_local: g: wanted a tensor, got list"):
+    with pytest.raises(TypeError, match=r"chunk_bwd_dv_local: g: wanted a tensor, got list"):
         SPEC.key(call(g=[1.0]))
 
 
@@ -183,7 +189,7 @@ def test_default_variant_of_a_chip() -> None:
 
 
 def test_a_name_is_taken_once() -> None:
-    with pytest.raises(ValueError, match="'chunk_bwd_dv_local' is registered already"):
+    with pytest.raises(ValueError, match=r"'chunk_bwd_dv_local' is registered already"):
         registry.register(SPEC)
 
 

@@ -132,7 +132,7 @@ def test_every_bad_row_and_field_in_one_message() -> None:
     ids=lambda text: text[:12],
 )
 def test_bad_file(tmp_path: Path, text: str, said: str) -> None:
-    with pytest.raises(ConfigError, match="shapes.json") as caught:
+    with pytest.raises(ConfigError, match=r"shapes.json") as caught:
         load_shapes(write(tmp_path, text))
     assert said in str(caught.value)
 

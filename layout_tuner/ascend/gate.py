@@ -87,8 +87,9 @@ def complaints(case: Case, report: CandidateReport) -> list[str]:
         for transfer in facts.transfers:
             if transfer.pattern == "strided":
                 found.append(f"{kernel.kernel}: {transfer.route} {transfer.argument} is strided at {transfer.source}")
-            elif transfer.short_bursts and transfer.pattern != "contiguous":
-                # One contiguous burst is short only where the data end: nothing could make it longer.
+            elif transfer.short_bursts and transfer.pattern != "contiguous" and not case.key.varlen:
+                # A contiguous burst, or a row of a packed batch, is short only where a sequence ends: nothing could
+                # make it longer. Rows of dense batches are whole chunks here.
                 found.append(
                     f"{kernel.kernel}: {transfer.route} {transfer.argument}: {transfer.short_bursts:g} bursts under "
                     f"32 bytes at {transfer.source}"

@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from . import show, warmup
+from . import cache, explain, show, warmup
 from .common import exit_on_bad_input, version_option
 
 app = typer.Typer(
@@ -24,6 +24,8 @@ app = typer.Typer(
 app.callback()(version_option)
 app.command("warmup")(warmup.warmup)
 app.command("show")(show.show)
+app.command("explain")(explain.explain)
+app.add_typer(cache.app)
 
 
 def main() -> None:

@@ -28,17 +28,23 @@ def warmup(
     cache: Annotated[Path | None, typer.Option(help="File of decisions; default: the user's cache folder.")] = None,
     config: Annotated[Path | None, typer.Option(help="Settings; default: tuner.toml here, if any.")] = None,
     budget: Annotated[float | None, typer.Option(help="Begin no further key after so many seconds.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Predict for this Ascend model, such as Ascend910B3, without an NPU.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
     """Tune every key that the shapes ask for and that has no decision yet, and store each result at once."""
+    if target is not None:
+        from .predict import predict_shapes
+
+        predict_shapes(shapes, target, ops=chosen_ops(ops), cache=cache, config=config, json=json)
+        return
     use_interpreter_on_cpu(device)
-    from layout_tuner import registry
     from layout_tuner.warming import warmup as run
 
-    chosen = [name.strip() for name in ops.split(",")] if ops else None
-    for name in chosen or ():
-        registry.lookup(name)
-    report = run_with_progress(run, shapes, config=config, cache=cache, device=device, ops=chosen, budget_s=budget)
+    report = run_with_progress(
+        run, shapes, config=config, cache=cache, device=device, ops=chosen_ops(ops), budget_s=budget
+    )
     if json:
         print_json(report_json(report))
     else:
@@ -47,6 +53,19 @@ def warmup(
         raise typer.Exit(INTERRUPTED)
     if report.count("failed") or report.count("unsupported"):
         raise typer.Exit(1)
+
+
+def chosen_ops(names: str | None) -> list[str] | None:
+    """The ops that a comma-separated list names; None for every op."""
+    if not names:
+        return None
+    import layout_tuner.ops  # noqa: F401  registers every op
+    from layout_tuner import registry
+
+    chosen = [name.strip() for name in names.split(",")]
+    for name in chosen:
+        registry.lookup(name)
+    return chosen
 
 
 def run_with_progress(run: Any, shapes: Path, **named: Any) -> Report:
@@ -80,8 +99,11 @@ def print_report(report: Report) -> None:
         out.print(INTERPRETER_NOTE)
     tuned, stored = report.count("tuned"), report.count("stored")
     parts = [f"{tuned} tuned" if tuned else "nothing to tune", f"{stored} stored before"]
-    parts += [f"{count} {status}" for status in ("trivial", "failed", "unsupported", "left")
-              if (count := report.count(status))]  # type: ignore[arg-type]
+    parts += [
+        f"{count} {status}"
+        for status in ("trivial", "failed", "unsupported", "left")
+        if (count := report.count(status))
+    ]  # type: ignore[arg-type]
     out.print(f"{', '.join(parts)}; environment {report.environment.id}; decisions in {report.store}", markup=False)
 
 

@@ -8,6 +8,7 @@ from layout_tuner.kernels import dv_local as kernels
 from layout_tuner.kernels import tiling
 
 from .. import launcher, reference, router
+from ..prepare import present
 from ..registry import DTYPES, Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
 
 
@@ -53,7 +54,8 @@ def chunk_bwd_dv_local(
         raise ValueError("chunk_bwd_dv_local: g, g_gamma: wanted at most one of them, got both")
     if A is not None:
         g = g_gamma = None
-    return router.call(SPEC, (q, k, do, g, g_gamma, A), (chunk_size,), (scale,), cu_seqlens, chunk_indices)[0]
+    (dv,) = router.call(SPEC, (q, k, do, g, g_gamma, A), (chunk_size,), (scale,), cu_seqlens, chunk_indices)
+    return present(dv)
 
 
 def _bind(problem: Problem, candidate: Candidate) -> Launch:

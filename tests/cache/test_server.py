@@ -22,12 +22,6 @@ from layout_tuner.cache.share import differences, export_file, import_file, prun
 pytest.importorskip("psycopg")
 from layout_tuner.cache.server import ServerStore
 
-pytestmark = [
-    # A connection that the server broke is closed by whoever collects it.
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
-
 USER = "postgres"
 
 
@@ -194,7 +188,7 @@ def test_a_server_of_another_schema_is_refused(store, url):
         connection.exec_driver_sql("INSERT INTO schema_version VALUES (7, '', '')")
 
     store._database.run(newer, write=True)
-    with pytest.raises(StoreError, match="schema version 7, .* uses 1") as caught:
+    with pytest.raises(StoreError, match=r"schema version 7, .* uses 1") as caught:
         ServerStore(url)
     assert caught.value.fault is Fault.NEWER
 

@@ -280,7 +280,7 @@ def test_the_tables_read_well_in_any_browser(path, make, opened):
             "SELECT op, B, T, H, HV, K, V, varlen, dtype, form, created_at FROM decisions"
         ).fetchone()
         assert row[:8] == ("chunk_bwd_dv_local", 2, 2048, 4, 8, 64, 64, 0)
-        assert row[-1] == "2026-03-01T12:00:00.250000Z"
+        assert row[-1] == "2025-03-01T12:00:00.250000Z"
         columns = connection.execute("PRAGMA table_info(decisions)").fetchall()
         optional = {name for _, name, _, required, _, _ in columns if not required}
         assert optional == {"gain", "gain_low", "gain_high"}

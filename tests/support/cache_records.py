@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 
 from layout_tuner.cache.records import DecisionRecord, EnvironmentRecord, KeyRecord, MeasurementRecord, MissRecord
 
-MOMENT = datetime(2026, 3, 1, 12, 0, 0, 250_000, tzinfo=UTC)
+MOMENT = datetime(2025, 3, 1, 12, 0, 0, 250_000, tzinfo=UTC)
 
 
 class Make:

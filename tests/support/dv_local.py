@@ -1,8 +1,8 @@
 """Small problems of `chunk_bwd_dv_local`, the op that tests of the host side use."""
 
-import layout_tuner.ops  # noqa: F401  registers every op
 import torch
 
+import layout_tuner.ops
 from layout_tuner import reference, registry
 from layout_tuner.keys import Key
 

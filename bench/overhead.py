@@ -1,0 +1,359 @@
+"""What a routed call costs the host, beside a plain launch.
+
+python bench/overhead.py                    # the router on the CPU, and where there is a GPU the launches too
+python bench/overhead.py --rounds 500       # medians of more rounds
+
+Every number is the median of paired rounds: all things compared run in turn in each round, and a ratio is the median
+of the rounds' ratios, so that whatever else the machine does hits them alike. `floor` is what no router can do
+without, a key of ten fields and its look-up; it tells how fast the machine is just now.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+
+from layout_tuner.kernels import dv_local as kernels
+
+from layout_tuner import device as devices
+from layout_tuner import direct, fitting, launcher, ops, router
+from layout_tuner.ops import dv_local
+from layout_tuner.registry import Launch, Problem
+
+Rounds = dict[str, list[float]]
+SHAPE = {"B": 2, "T": 2048, "H": 4, "HV": 8, "K": 64, "V": 64}
+
+
+def paired(functions: dict[str, Callable[[], object]], rounds: int, calls: int, after: Callable[[], None]) -> Rounds:
+    """Microseconds a call takes, for each function in each round.
+
+    Args:
+        functions: What is compared.
+        rounds: How often each has its turn.
+        calls: Calls in a turn.
+        after: Called after each turn, outside the clock.
+    """
+    found: Rounds = {name: [] for name in functions}
+    for function in functions.values():
+        for _ in range(3):
+            function()
+    after()
+    for _ in range(rounds):
+        for name, function in functions.items():
+            started = time.perf_counter_ns()
+            for _ in range(calls):
+                function()
+            found[name].append((time.perf_counter_ns() - started) / calls / 1000)
+            after()
+    return found
+
+
+def ratio(rounds: Rounds, one: str, other: str) -> float:
+    """The median of one's time over the other's."""
+    return statistics.median(a / b for a, b in zip(rounds[one], rounds[other], strict=True))
+
+
+def difference(rounds: Rounds, one: str, other: str) -> float:
+    """The median of one's time less the other's."""
+    return statistics.median(a - b for a, b in zip(rounds[one], rounds[other], strict=True))
+
+
+def inputs(device: str, dtype: torch.dtype, B: int, T: int, H: int, HV: int, K: int, V: int) -> dict[str, torch.Tensor]:
+    """Inputs of `chunk_bwd_dv_local`."""
+    made = {"q": (B, T, H, K), "k": (B, T, H, K), "do": (B, T, HV, V)}
+    tensors = {name: torch.randn(shape, device=device, dtype=dtype) for name, shape in made.items()}
+    return {**tensors, "g": torch.full((B, T, HV), -0.01, device=device).cumsum(1)}
+
+
+# -- the router, with the launch stubbed -----------------------------------------------------------------------
+
+
+@contextmanager
+def stubbed_launch() -> Iterator[Launch]:
+    """`chunk_bwd_dv_local` with a launch that does nothing and allocates nothing."""
+    results = (torch.empty(0),)
+
+    def launch(*_: object) -> tuple[torch.Tensor]:
+        return results
+
+    def bind(problem: Problem, candidate: object) -> Launch:
+        return launch
+
+    whole = dv_local.SPEC
+    dv_local.SPEC = dataclasses.replace(whole, bind=bind)
+    try:
+        yield launch
+    finally:
+        dv_local.SPEC = whole
+
+
+def on_the_router(rounds: int, shape: dict[str, int]) -> dict[str, float]:
+    """Cost of a hit: every operand's shape, dtype, device and time-axis strides checked, then the stub called."""
+    given = inputs("cpu", torch.float32, **shape)
+    q, k, do, g = given.values()
+    tensors = (q, k, do, g, None, None)
+    table = {("chunk_bwd_dv_local", *shape.values(), False, torch.float32, "BT=64"): None}
+    B, T, H, HV, K, V = shape.values()
+    with stubbed_launch() as launch:
+        spec = dv_local.SPEC
+        for _ in range(2):
+            ops.chunk_bwd_dv_local(q, k, do, g)
+        memory = router.current().prepared
+        fits = memory.last[spec].fits
+        other = inputs("cpu", torch.float32, **shape | {"T": T // 2})
+        ops.chunk_bwd_dv_local(**other)
+        turn = [given, other]
+
+        def alternating() -> None:
+            for each in turn:
+                ops.chunk_bwd_dv_local(each["q"], each["k"], each["do"], each["g"])
+
+        functions: dict[str, Callable[[], object]] = {
+            "nothing": lambda: None,
+            "floor": lambda: table[("chunk_bwd_dv_local", B, T, H, HV, K, V, False, torch.float32, "BT=64")],
+            "launch": lambda: launch(q, k, do, g, None, None, None, None, None),
+            "comparison": lambda: fits(tensors, (64,), None, None),
+            "signature": lambda: memory.get(fitting.signature(spec, tensors, (64,), None, None)),
+            "hit": lambda: ops.chunk_bwd_dv_local(q, k, do, g),
+            "two shapes in turn": alternating,
+        }
+        found = paired(functions, rounds, 200, lambda: None)
+    found["two shapes in turn"] = [us / 2 for us in found["two shapes in turn"]]
+    report = {name: difference(found, name, "nothing") for name in functions if name != "nothing"}
+    report["router's share"] = difference(found, "hit", "launch")
+    report["hit / floor"] = ratio(found, "hit", "floor")
+    return report
+
+
+# -- the launcher, with the device stubbed ---------------------------------------------------------------------
+
+
+class StubbedDriver:
+    """As much of a driver as launching asks for."""
+
+    def get_current_device(self) -> int:
+        return -1  # what a CPU tensor says it is on
+
+    def get_current_stream(self, index: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+@contextmanager
+def stubbed_device() -> Iterator[Any]:
+    """The kernel, made for a device whose launches do nothing; a context of Triton 3.6."""
+    from triton.runtime import driver, jit
+
+    def start(*_: object) -> None:
+        pass
+
+    class Run:
+        launch = staticmethod(start)
+        global_scratch_size = profile_scratch_size = 0
+        launch_cooperative_grid = launch_pdl = False
+
+        def __call__(self, *_: object) -> None:
+            pass
+
+    def compile_nothing(kernel: Any, key: str, signature: object, device: int, *_: object) -> Any:
+        made = SimpleNamespace(run=Run(), function=0, packed_metadata=(4, 1, 0), launch_metadata=lambda *_: None)
+        kernel.device_caches[device][0][key] = made
+        return made
+
+    whole = jit.JITFunction._do_compile
+    previous = driver._active
+    driver.set_active(StubbedDriver())
+    direct.style.cache_clear()
+    jit.JITFunction._do_compile = compile_nothing
+    kernel = kernels.chunk_bwd_dv_local_full
+    try:
+        yield jit.JITFunction(kernel.fn, do_not_specialize=["T", "NT", "N", "TASKS"])
+    finally:
+        jit.JITFunction._do_compile = whole
+        driver._active = previous
+        direct.style.cache_clear()
+
+
+def dv_local_constants(H: int, HV: int, K: int, V: int) -> dict[str, launcher.Constant]:
+    """The constants of the whole-tile kernel."""
+    return dict(
+        H=H, HV=HV, K=K, V=V, BT=64, BK=64, BV=64, USE_G=True, USE_G_GAMMA=False, USE_A=False, G_T_CONTIG=False,
+        IS_VARLEN=False, DOT_PRECISION="ieee",
+    )  # fmt: skip
+
+
+def dv_local_arguments(given: dict[str, torch.Tensor], dv: torch.Tensor) -> dict[str, Any]:
+    """Its run-time arguments."""
+    B, T, HV, _ = dv.shape
+    NT = -(-T // 64)
+    absent = {"cu_seqlens": None, "chunk_indices": None}
+    numbers = {"scale": 0.125, "T": T, "NT": NT, "N": 0, "TASKS": B * NT * HV}
+    return {**given, "g_gamma": None, "A": None, "dv": dv, **absent, **numbers}
+
+
+def on_the_launcher(rounds: int, shape: dict[str, int]) -> dict[str, float]:
+    """Host cost of a launch: Triton's binder against the direct one, with the same stub behind both."""
+    given = inputs("cpu", torch.float32, **shape)
+    constants = dv_local_constants(*list(shape.values())[2:])
+    named = dv_local_arguments(given, torch.empty_like(given["do"]))
+    arguments = tuple(named.values())
+    with stubbed_device() as kernel:
+        bound = launcher.bind(kernel, **constants)
+        functions: dict[str, Callable[[], object]] = {
+            "nothing": lambda: None,
+            "kernel[grid](**kw)": lambda: kernel[(64,)](**named, **constants),
+            "bound(grid, *args)": lambda: bound(64, *arguments),
+        }
+        found = paired(functions, rounds, 100, lambda: None)
+        assert bound.variants, "nothing was launched directly"
+    report = {name: difference(found, name, "nothing") for name in functions if name != "nothing"}
+    report["bound / kernel"] = ratio(found, "bound(grid, *args)", "kernel[grid](**kw)")
+    return report
+
+
+# -- on a GPU --------------------------------------------------------------------------------------------------
+
+
+def flash_linear_attention(name: str) -> Callable[..., Any] | None:
+    """A function of flash-linear-attention, where it is installed."""
+    if importlib.util.find_spec("fla") is None:
+        return None
+    from fla.ops.common import chunk_o
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    found: Callable[..., Any] = {
+        "chunk_bwd_dv_local": chunk_o.chunk_bwd_dv_local,
+        "chunk_gated_delta_rule": chunk_gated_delta_rule,
+    }[name]
+    return found
+
+
+def on_a_gpu(rounds: int, shape: dict[str, int]) -> dict[str, float]:
+    """Host time of one op: routed, as a plain launch into a tensor allocated alike, and flash-linear-attention's."""
+    given = inputs("cuda", torch.bfloat16, **shape)
+    q, k, do, g = given.values()
+    ops.chunk_bwd_dv_local(q, k, do, g)
+    known = router.current().prepared
+    constants = dv_local_constants(*list(shape.values())[2:])
+    kernel = kernels.chunk_bwd_dv_local_full
+    programs = devices.chip(q.device).cube_programs
+    bound = launcher.bind(kernel, **constants)
+    named = dv_local_arguments(given, torch.empty_like(do))
+    grid = min(named["TASKS"], programs)
+    arguments = tuple(named.values())
+
+    def plain() -> None:
+        named["dv"] = torch.empty_like(do)
+        kernel[(grid,)](**named, **constants)
+
+    functions: dict[str, Callable[[], object]] = {
+        "nothing": lambda: None,
+        "allocation": lambda: torch.empty_like(do),
+        "routed": lambda: ops.chunk_bwd_dv_local(q, k, do, g),
+        "kernel[grid](**kw)": plain,
+        "bound(grid, *args)": lambda: bound(grid, *arguments),
+    }
+    theirs = flash_linear_attention("chunk_bwd_dv_local")
+    if theirs is not None:
+        functions["flash-linear-attention"] = lambda: theirs(q=q, k=k, do=do, g=g, scale=0.125)
+    found = paired(functions, rounds, 100, torch.cuda.synchronize)
+    assert known and bound.variants, "nothing was launched directly"
+    report = {name: difference(found, name, "nothing") for name in functions if name != "nothing"}
+    report["routed / kernel"] = ratio(found, "routed", "kernel[grid](**kw)")
+    if theirs is not None:
+        report["routed / flash-linear-attention"] = ratio(found, "routed", "flash-linear-attention")
+    return report
+
+
+def step(op: Callable[..., Any], B: int, T: int, H: int, HV: int, K: int, V: int) -> Callable[[], object]:
+    """Forward and backward of the chain."""
+    torch.manual_seed(0)
+    q, k = (torch.nn.functional.normalize(torch.randn(B, T, H, K, device="cuda"), dim=-1) for _ in range(2))
+    v = torch.randn(B, T, HV, V, device="cuda")
+    leaves = [x.bfloat16().requires_grad_() for x in (q, k, v)]
+    leaves += [
+        torch.rand(B, T, HV, device="cuda").log().requires_grad_(),
+        torch.rand(B, T, HV, device="cuda").requires_grad_(),
+    ]
+    do = torch.randn(B, T, HV, V, device="cuda", dtype=torch.bfloat16)
+
+    def run() -> object:
+        o, _ = op(*leaves)
+        return torch.autograd.grad(o, leaves, do)
+
+    return run
+
+
+def on_the_chain(rounds: int, shape: dict[str, int]) -> dict[str, float]:
+    """Host time of a whole step of `chunk_gated_delta_rule`, with its launches and allocations."""
+    functions: dict[str, Callable[[], object]] = {"routed": step(ops.chunk_gated_delta_rule, **shape)}
+    theirs = flash_linear_attention("chunk_gated_delta_rule")
+    if theirs is not None:
+        functions["flash-linear-attention"] = step(theirs, **shape | {"H": shape["HV"]})
+    found = paired(functions, rounds, 5, torch.cuda.synchronize)
+    report = {name: statistics.median(found[name]) for name in functions}
+    for name, function in functions.items():
+        report[f"{name}: launches"], report[f"{name}: allocations"] = counted(function)
+    if theirs is not None:
+        report["routed / flash-linear-attention"] = ratio(found, "routed", "flash-linear-attention")
+    return report
+
+
+def counted(function: Callable[[], object]) -> tuple[int, int]:
+    """Kernels and allocations of one call."""
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    function()
+    allocations = torch.cuda.memory_stats()["allocation.all.allocated"] - before
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    kernels_run = [
+        event for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset"))
+    ]  # fmt: skip
+    return len(kernels_run), allocations
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    small = {"B": 2, "T": 64, "H": 4, "HV": 8, "K": 16, "V": 16}
+    reports: dict[str, dict[str, float]] = {}
+    if torch.cuda.is_available():
+        reports["chunk_bwd_dv_local on a GPU, host us"] = on_a_gpu(options.rounds, SHAPE)
+        reports["forward and backward of the chain on a GPU, host us"] = on_the_chain(
+            max(10, options.rounds // 5), SHAPE
+        )
+    else:
+        reports["router, launch stubbed, us"] = on_the_router(options.rounds, small)
+        reports["launcher, device stubbed, us"] = on_the_launcher(options.rounds, small)
+    if options.json:
+        print(json.dumps(reports))
+        return
+    for title, report in reports.items():
+        print(f"\n{title}")
+        for name, number in report.items():
+            print(f"  {name:34s} {number:10.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""`tuner cache`: share decision files between machines, and look after them."""
+
+from __future__ import annotations
+
+import re
+from contextlib import AbstractContextManager, closing
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .common import console, print_json
+
+if TYPE_CHECKING:
+    from layout_tuner.cache.bulk import Tally
+    from layout_tuner.cache.file import Store
+    from layout_tuner.cache.folder import FolderStore
+    from layout_tuner.cache.records import DecisionRecord, KeyRecord
+
+app = typer.Typer(
+    name="cache",
+    help="Share decision files between machines, and look after them.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+CacheOption = Annotated[Path | None, typer.Option("--cache", help="File of decisions; default: the user's.")]
+ConfigOption = Annotated[Path | None, typer.Option(help="Settings; default: tuner.toml here, if any.")]
+EnvironmentOption = Annotated[str | None, typer.Option(help="Only this environment.")]
+OpOption = Annotated[str | None, typer.Option(help="Only this op.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+
+_AGE_UNITS = {"h": "hours", "d": "days", "w": "weeks"}
+
+
+@app.command("export")
+def export(
+    out: Annotated[Path | None, typer.Argument(help="The file to write.")] = None,
+    pin: Annotated[
+        Path | None, typer.Option(help="Write a pin file: readable, hashed, used instead of all else.")
+    ] = None,
+    cache: CacheOption = None,
+    environment: EnvironmentOption = None,
+    op: OpOption = None,
+    config: ConfigOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Write decisions to one self-contained, sealed, read-only file: the way to copy a file that is in use."""
+    from layout_tuner.cache.pins import write_pins
+    from layout_tuner.cache.share import believed, export_file
+
+    if (out is None) == (pin is None):
+        raise typer.BadParameter("name one file: OUT, or --pin FILE")
+    with _store(cache, config) as store:
+        if pin is not None:
+            chosen = [
+                record
+                for record in believed(store).values()
+                if environment in (None, record.environment) and op in (None, record.key.op)
+            ]
+            digest, path, number = write_pins(pin, chosen), pin, len(chosen)
+        else:
+            assert out is not None
+            written = export_file(store, out, environment=environment, op=op)
+            digest, path, number = written.sha256, written.path, written.decisions
+    if json:
+        print_json({"path": str(path), "decisions": number, "sha256": digest})
+    else:
+        typer.echo(f"{path}: {number} decisions, sha256 {digest}")
+
+
+@app.command("import")
+def import_(
+    files: Annotated[list[Path], typer.Argument(help="Exports, or files of decisions.")],
+    cache: CacheOption = None,
+    config: ConfigOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Take over decisions of other machines; what they measured counts as imported from then on."""
+    from layout_tuner.cache.share import import_file
+
+    tallies = {}
+    with _store(cache, config) as store:
+        for file in files:
+            tallies[str(file)] = import_file(store, file)
+            if not json:
+                typer.echo(f"{file}: {_tally_text(tallies[str(file)])}")
+    if json:
+        print_json({"imported": {file: _tally_json(tally) for file, tally in tallies.items()}})
+
+
+@app.command("merge")
+def merge(
+    files: Annotated[list[Path], typer.Argument(help="Exports, or files of decisions.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="The file to write.")],
+    json: JsonOption = False,
+) -> None:
+    """Merge files into a new one, by evidence: their order does not matter."""
+    from layout_tuner.cache.share import merge_files
+
+    merged = merge_files(files, out)
+    if json:
+        print_json(
+            {
+                "path": str(merged.exported.path),
+                "decisions": merged.exported.decisions,
+                "sha256": merged.exported.sha256,
+                "rows": _tally_json(merged.tally),
+                "conflicts": [
+                    {
+                        "key": _key_text(conflict.one.key),
+                        "environment": conflict.one.environment,
+                        "hosts": [conflict.one.host, conflict.other.host],
+                        "reason": conflict.reason,
+                    }
+                    for conflict in merged.conflicts
+                ],
+            }
+        )
+        return
+    for conflict in merged.conflicts:
+        typer.echo(f"conflict: {_key_text(conflict.one.key)} in {conflict.one.environment}: {conflict.reason}")
+    typer.echo(f"{merged.exported.path}: {merged.exported.decisions} decisions, {len(merged.conflicts)} conflicts")
+
+
+@app.command("diff")
+def diff(
+    one: Annotated[Path, typer.Argument(help="A file of decisions.")],
+    other: Annotated[Path, typer.Argument(help="Another.")],
+    json: JsonOption = False,
+) -> None:
+    """List the keys for which two files do not believe in the same candidate."""
+    from rich.table import Table
+
+    from layout_tuner.cache.share import differences, open_shared
+
+    with open_shared(one) as first, open_shared(other) as second:
+        found = list(differences(first, second))
+    if json:
+        rows = [
+            {
+                "environment": each.environment,
+                "key": _key_text(each.key),
+                "one": _choice_json(each.one),
+                "other": _choice_json(each.other),
+            }
+            for each in found
+        ]
+        print_json({"differences": rows})
+        return
+    if not found:
+        typer.echo("no differences")
+        return
+    table = Table("environment", "key", str(one), str(other))
+    for each in found:
+        table.add_row(each.environment, _key_text(each.key), _choice_text(each.one), _choice_text(each.other))
+    console().print(table)
+
+
+@app.command("prune")
+def prune(
+    older_than: Annotated[str | None, typer.Option(help="Only what is older: 12h, 30d, 8w.")] = None,
+    environment: EnvironmentOption = None,
+    op: OpOption = None,
+    cache: CacheOption = None,
+    config: ConfigOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Remove decisions that meet every condition given."""
+    from layout_tuner.cache.share import prune as remove
+
+    if older_than is None and environment is None and op is None:
+        raise typer.BadParameter("name at least one of --older-than, --environment, --op")
+    moment = None if older_than is None else datetime.now(UTC) - _age(older_than)
+    with _store(cache, config) as store:
+        removed = remove(store, older_than=moment, environment=environment, op=op)
+    if json:
+        print_json({"removed": removed})
+    else:
+        typer.echo(f"{removed} decisions removed")
+
+
+def examine_cache(cache: Path | None, config: Path | None, json: bool) -> None:
+    """Print what is wrong or doubtful with a decision file; exit status 1 where something is wrong."""
+    from layout_tuner.cache.doctor import examine
+
+    path = _path(cache, config)
+    findings = examine(path)
+    if json:
+        rows = [{"level": each.level, "subject": each.subject, "text": each.text} for each in findings]
+        print_json({"path": str(path), "findings": rows})
+    else:
+        typer.echo(path)
+        for each in findings:
+            typer.echo(f"  {each.level:8} {each.subject:12} {each.text}")
+    if any(each.level == "error" for each in findings):
+        raise typer.Exit(1)
+
+
+def _path(cache: Path | None, config: Path | None) -> Path:
+    from layout_tuner.cache.store import default_path
+    from layout_tuner.config import Config
+
+    stated = cache or Config.load(config).cache.path
+    return Path(stated) if stated else default_path()
+
+
+def _store(cache: Path | None, config: Path | None) -> AbstractContextManager[Store | FolderStore]:
+    """The store, whose trouble is this command's: it has no use for memory in its place."""
+    from layout_tuner.cache.store import open_path
+
+    return closing(open_path(_path(cache, config)))
+
+
+def _age(text: str) -> timedelta:
+    found = re.fullmatch(r"(\d{1,6})([hdw])", text.strip())
+    if found is None:
+        raise typer.BadParameter(f"{text!r} is no age; wanted a number and h, d or w, as in 30d")
+    return timedelta(**{_AGE_UNITS[found[2]]: int(found[1])})
+
+
+def _tally_text(tally: Tally) -> str:
+    text = f"{tally.added} added, {tally.replaced} replaced, {tally.kept} known already"
+    return text + (f", {tally.refused} refused as unsound" if tally.refused else "")
+
+
+def _tally_json(tally: Tally) -> dict[str, int]:
+    return {"added": tally.added, "replaced": tally.replaced, "kept": tally.kept, "refused": tally.refused}
+
+
+def _key_text(key: KeyRecord) -> str:
+    from layout_tuner.keys import Key
+
+    return str(Key(**{name: getattr(key, name) for name in Key.__dataclass_fields__}))
+
+
+def _choice_text(record: DecisionRecord | None) -> str:
+    return "-" if record is None else f"{record.candidate} ({record.source}, {record.host})"
+
+
+def _choice_json(record: DecisionRecord | None) -> dict[str, str] | None:
+    if record is None:
+        return None
+    return {
+        "candidate": record.candidate,
+        "revision": record.revision,
+        "source": record.source,
+        "host": record.host,
+    }

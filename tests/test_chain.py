@@ -1,0 +1,393 @@
+"""`chunk_gated_delta_rule` as autograd and its callers see it, against the token recurrence in float64."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import layout_tuner
+from layout_tuner import layouts, numerics, ops, reference, router
+from layout_tuner.layouts import Layout
+from layout_tuner.registry import lookup
+
+Tensors = dict[str, torch.Tensor]
+INPUTS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
+TOLERANCE = {torch.float32: numerics.FP32_TOLERANCE, torch.float16: 0.008, torch.bfloat16: 0.008}
+
+
+@pytest.fixture(autouse=True)
+def _defaults() -> Iterator[None]:
+    layout_tuner.disable()
+    router.current().prepared.clear()
+    yield
+    layout_tuner.disable()
+    router.current().prepared.clear()
+
+
+def make(
+    device: torch.device,
+    *,
+    B: int = 2,
+    T: int = 67,
+    H: int = 1,
+    HV: int = 2,
+    K: int = 24,
+    V: int = 40,
+    N: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    v_first: bool = False,
+) -> Tensors:
+    """Leaves of a call."""
+    generator = torch.Generator().manual_seed(T * 7 + HV)
+
+    def normal(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator)
+
+    q, k = (torch.nn.functional.normalize(normal(B, T, H, K), dim=-1).to(dtype) for _ in range(2))
+    state = (V, K) if v_first else (K, V)
+    made = {
+        "q": q,
+        "k": k,
+        "v": normal(B, T, HV, V).to(dtype),
+        "g": torch.nn.functional.logsigmoid(normal(B, T, HV)),
+        "beta": normal(B, T, HV).sigmoid(),
+        "initial_state": normal(N or B, HV, *state) * 0.1,
+    }
+    return {name: tensor.to(device).requires_grad_() for name, tensor in made.items()}
+
+
+def gradients(
+    function: Callable[..., tuple[torch.Tensor, torch.Tensor | None]], given: Tensors, **options: object
+) -> Tensors:
+    """Outputs and the gradients of every leaf, by name, for fixed gradients of the outputs."""
+    o, final_state = function(**given, **options)
+    generator = torch.Generator().manual_seed(11)
+    do = torch.randn(o.shape, generator=generator).to(o)
+    loss = (o * do).sum()
+    if final_state is not None:
+        loss = loss + (final_state * torch.randn(final_state.shape, generator=generator).to(final_state)).sum()
+    found = torch.autograd.grad(loss, list(given.values()))
+    results = {f"d{name}": gradient for name, gradient in zip(given, found)}
+    return results | {"o": o.detach()} | ({} if final_state is None else {"final_state": final_state.detach()})
+
+
+def double(given: Tensors) -> Tensors:
+    return {name: tensor.detach().double().requires_grad_() for name, tensor in given.items()}
+
+
+def assert_matches_recurrence(given: Tensors, **options: object) -> None:
+    """Outputs and gradients are within tolerance of the token recurrence."""
+    got = gradients(ops.chunk_gated_delta_rule, given, **options)
+
+    def recurrence(**named: object) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return reference.gated_delta_rule_recurrence(**named, compute_dtype=torch.float64)  # type: ignore[arg-type]
+
+    wanted = gradients(recurrence, double(given), **options)
+    limit = TOLERANCE[given["q"].dtype] * (2 if given["q"].dtype == torch.bfloat16 and not torch.cuda.is_available() else 1)
+    far = {name: error for name in wanted if (error := numerics.error(got[name], wanted[name])) > limit}
+    assert not far
+
+
+@pytest.mark.parametrize("T", [1, 15, 63, 64, 65, 127])
+def test_lengths(T: int, device: torch.device) -> None:
+    assert_matches_recurrence(make(device, B=1, T=T, K=16, V=16), output_final_state=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("T", [500, 2048])
+def test_long(T: int, device: torch.device) -> None:
+    assert_matches_recurrence(make(device, B=1, T=T, K=16, V=16), output_final_state=True)
+
+
+def test_as_many_heads_as_tokens(device: torch.device) -> None:
+    assert_matches_recurrence(make(device, B=1, T=8, H=2, HV=8, K=16, V=16), output_final_state=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits(dtype: torch.dtype, device: torch.device) -> None:
+    assert_matches_recurrence(make(device, dtype=dtype), output_final_state=True)
+
+
+def test_states_with_values_first(device: torch.device) -> None:
+    assert_matches_recurrence(make(device, v_first=True), output_final_state=True, state_v_first=True)
+
+
+def test_what_a_layer_asks_for(device: torch.device) -> None:
+    given = make(device)
+    given["A_log"] = torch.tensor([0.3, -0.4], device=device, requires_grad=True)
+    given["dt_bias"] = torch.tensor([0.1, -0.2], device=device, requires_grad=True)
+    assert_matches_recurrence(
+        given,
+        use_qk_l2norm_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        allow_neg_eigval=True,
+        use_gate_in_kernel=True,
+    )
+
+
+def test_scale_and_no_gate(device: torch.device) -> None:
+    given = make(device)
+    del given["g"]
+
+    def without_gate(**named: object) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return ops.chunk_gated_delta_rule(g=None, scale=0.3, **named)  # type: ignore[arg-type]
+
+    got = gradients(without_gate, given)
+    wanted = gradients(
+        lambda **named: reference.gated_delta_rule_recurrence(g=None, scale=0.3, compute_dtype=torch.float64, **named),
+        double(given),
+    )
+    assert max(numerics.error(got[name], wanted[name]) for name in wanted) < numerics.FP32_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [(0, 1, 63, 64, 65), pytest.param((1,) * 127, marks=pytest.mark.slow)],
+    ids=["around a chunk", "127 short ones"],
+)
+def test_packed(lengths: tuple[int, ...], device: torch.device) -> None:
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(device)
+    given = make(device, B=1, T=sum(lengths), K=16, V=16, N=len(lengths))
+    assert_matches_recurrence(given, output_final_state=True, cu_seqlens=starts)
+
+
+def test_tokens_outside_every_sequence(device: torch.device) -> None:
+    """They get zeros, forward and backward, whatever their inputs hold."""
+    starts = torch.tensor([5, 20, 20, 40], device=device)
+    given = make(device, B=1, T=48, K=16, V=16, N=3)
+    with torch.no_grad():
+        for name in ("q", "k", "v", "g", "beta"):
+            given[name][:, :5] = float("nan")
+            given[name][:, 40:] = float("nan")
+    got = gradients(
+        ops.chunk_gated_delta_rule, given, output_final_state=True, cu_seqlens=starts, use_qk_l2norm_in_kernel=True
+    )
+    for name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
+        assert bool(torch.isfinite(got[name]).all()), name
+        assert not got[name][:, :5].any(), name
+        assert not got[name][:, 40:].any(), name
+    # The empty sequence hands its state through.
+    assert torch.equal(got["final_state"][1], given["initial_state"].detach()[1].float())
+
+
+def test_gates_that_would_overflow_outside_the_triangle(device: torch.device) -> None:
+    """Decays of -50 a token: what the causal mask hides would be 2 ** (50 * 64 / ln 2)."""
+    given = make(device, B=1, T=65, K=16, V=16)
+    with torch.no_grad():
+        given["g"].fill_(-50.0)
+    got = gradients(ops.chunk_gated_delta_rule, given, output_final_state=True)
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in got.values())
+    assert_matches_recurrence({name: x.detach().requires_grad_() for name, x in given.items()})
+
+
+# -- relayouts: the chain is one decision ----------------------------------------------------------------------
+
+
+class Copies:
+    """Counts the copies of time-axis tensors."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[torch.Tensor] = []
+        relayout = layouts.relayout
+
+        def counting(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+            moved = relayout(tensor, layout)
+            if moved.data_ptr() != tensor.data_ptr():
+                self.made.append(tensor)
+            return moved
+
+        monkeypatch.setattr(layouts, "relayout", counting)
+
+
+def choose(layout: Layout) -> None:
+    """Let the whole process run the chain in one layout, as a decision would."""
+    forced = router.current()
+
+    def choice(spec: object, key: object, device: object) -> router.Choice:
+        candidate = next(c for c in spec.candidates(key) if c.plan["g"] is layout)  # type: ignore[attr-defined]
+        return router.Choice(candidate=candidate, source="forced")
+
+    forced.choose = choice  # type: ignore[method-assign, assignment]
+
+
+@pytest.fixture
+def in_layout() -> Iterator[Callable[[Layout], None]]:
+    yield choose
+    vars(router.current()).pop("choose", None)
+
+
+@pytest.mark.parametrize("layout", [Layout.STRIDE_HV, Layout.T_CONTIG])
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "as a layer"])
+def test_a_step_copies_no_gate(
+    layout: Layout,
+    fused: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    in_layout: Callable[[Layout], None],
+) -> None:
+    in_layout(layout)
+    given = make(device, B=1, K=16, V=16)
+    options = {}
+    if fused:
+        given["A_log"] = torch.zeros(2, device=device, requires_grad=True)
+        options = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+    copies = Copies(monkeypatch)
+    gradients(ops.chunk_gated_delta_rule, given, **options)
+    assert not copies.made
+
+
+def test_layouts_give_the_same_bits(device: torch.device, in_layout: Callable[[Layout], None]) -> None:
+    given = make(device, B=1, K=16, V=16)
+    results = []
+    for layout in (Layout.STRIDE_HV, Layout.T_CONTIG):
+        router.current().prepared.clear()
+        in_layout(layout)
+        results.append(gradients(ops.chunk_gated_delta_rule, given, output_final_state=True))
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+def test_a_gate_that_comes_back_in_another_layout(device: torch.device, in_layout: Callable[[Layout], None]) -> None:
+    """Saved-tensor hooks may hand anything back that has the same values."""
+    in_layout(Layout.T_CONTIG)
+    given = make(device, B=1, K=16, V=16)
+    wanted = gradients(ops.chunk_gated_delta_rule, given)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.contiguous().clone(), lambda x: x):
+        got = gradients(ops.chunk_gated_delta_rule, given)
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+# -- autograd --------------------------------------------------------------------------------------------------
+
+
+def test_only_what_is_wanted_runs(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inputs that need no gradient cost no kernel."""
+    ran: list[str] = []
+    bind = layout_tuner.launcher.bind  # type: ignore[attr-defined]
+
+    def recording(kernel: object, **constants: object) -> object:
+        bound = bind(kernel, **constants)
+        name = kernel.fn.__name__  # type: ignore[attr-defined]
+
+        def run(*arguments: object) -> None:
+            ran.append(name)
+            bound(*arguments)
+
+        return run
+
+    monkeypatch.setattr(layout_tuner.launcher, "bind", recording)  # type: ignore[attr-defined]
+    given = make(device, B=1, T=20, K=16, V=16)
+    plain = {name: tensor.detach() for name, tensor in given.items()}
+    o, _ = ops.chunk_gated_delta_rule(**plain)
+    assert not o.requires_grad
+    assert not [name for name in ran if "bwd" in name]
+    o, _ = ops.chunk_gated_delta_rule(**(plain | {"initial_state": given["initial_state"]}))
+    ran.clear()
+    o.sum().backward()
+    assert "chunk_gated_delta_rule_bwd_dhu" in ran
+    assert not [name for name in ran if "dqkwg" in name or "wy" in name]
+    o, _ = ops.chunk_gated_delta_rule(**(plain | {"q": given["q"]}))
+    ran.clear()
+    o.sum().backward()
+    assert not [name for name in ran if "wy" in name or "cumsum" in name]
+
+
+def test_a_leaf_used_twice(device: torch.device) -> None:
+    given = make(device, B=1, T=20, K=16, V=16)
+    o1, _ = ops.chunk_gated_delta_rule(**given)
+    (once,) = torch.autograd.grad(o1.sum(), given["k"])
+    o1, _ = ops.chunk_gated_delta_rule(**given)
+    o2, _ = ops.chunk_gated_delta_rule(**given)
+    (twice,) = torch.autograd.grad((o1 + o2).sum(), given["k"])
+    assert torch.allclose(twice, 2 * once)
+    same = {**given, "q": given["k"]}
+    o, _ = ops.chunk_gated_delta_rule(**same)
+    (both,) = torch.autograd.grad(o.sum(), given["k"])
+    assert both.shape == given["k"].shape
+    assert bool(torch.isfinite(both).all())
+
+
+def test_checkpointing_recomputes_the_same(device: torch.device) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    given = make(device, B=1, T=20, K=16, V=16)
+    o, _ = ops.chunk_gated_delta_rule(**given)
+    wanted = torch.autograd.grad(o.square().sum(), list(given.values()))
+    again, _ = checkpoint(ops.chunk_gated_delta_rule, *given.values(), use_reentrant=False)
+    del again
+    names = list(given)
+
+    def region(*tensors: torch.Tensor) -> torch.Tensor:
+        return ops.chunk_gated_delta_rule(**dict(zip(names, tensors)))[0]
+
+    o = checkpoint(region, *given.values(), use_reentrant=False)
+    got = torch.autograd.grad(o.square().sum(), list(given.values()))
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted))
+
+
+def test_autocast_casts_what_the_matrix_unit_reads(device: torch.device) -> None:
+    given = make(device, B=1, T=20, K=16, V=16)
+    with torch.autocast(device.type, dtype=torch.float16 if device.type == "cuda" else torch.bfloat16):
+        o, _ = ops.chunk_gated_delta_rule(**given)
+    assert o.dtype in (torch.float16, torch.bfloat16)
+    found = torch.autograd.grad(o.float().sum(), list(given.values()))
+    assert [gradient.dtype for gradient in found] == [tensor.dtype for tensor in given.values()]
+
+
+def test_backward_outside_the_scope_runs_what_the_forward_chose(device: torch.device, tmp_path: object) -> None:
+    given = make(device, B=1, T=20, K=16, V=16)
+    with layout_tuner.enable(cache=tmp_path / "cache.sqlite", on_miss="default"):  # type: ignore[operator]
+        entry = router.current()
+        o, _ = ops.chunk_gated_delta_rule(**given)
+    looked = len(router.current().prepared)
+    torch.autograd.grad(o.sum(), list(given.values()))
+    assert len(router.current().prepared) == looked  # the backward looked nothing up
+    assert len(entry.prepared) == 1
+
+
+def test_backward_of_backward_is_refused(device: torch.device) -> None:
+    given = make(device, B=1, T=20, K=16, V=16)
+    o, _ = ops.chunk_gated_delta_rule(**given)
+    (first,) = torch.autograd.grad(o.sum(), given["q"], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+def test_gradient_of_a_sum_has_no_strides(device: torch.device) -> None:
+    """`sum()` hands the backward a gradient whose strides are all 0."""
+    given = make(device, B=1, T=20, K=16, V=16)
+    o, _ = ops.chunk_gated_delta_rule(**given)
+    of_sum = torch.autograd.grad(o.sum(), list(given.values()))
+    o, _ = ops.chunk_gated_delta_rule(**given)
+    of_ones = torch.autograd.grad(o, list(given.values()), torch.ones_like(o))
+    assert all(torch.equal(a, b) for a, b in zip(of_sum, of_ones))
+
+
+def test_contradicting_options_are_refused_together(device: torch.device) -> None:
+    given = make(device, B=1, T=20, K=16, V=16)
+    with pytest.raises(ValueError, match=r"allow_neg_eigval.*A_log"):
+        ops.chunk_gated_delta_rule(**given, allow_neg_eigval=True, use_gate_in_kernel=True)
+    with pytest.raises(layout_tuner.UnsupportedProblemError, match="cp_context"):
+        ops.chunk_gated_delta_rule(**given, cp_context=object())
+
+
+def test_the_chain_runs_each_stage_in_its_stored_variant(device: torch.device) -> None:
+    """A stage's own decision names its variant; what is not stored runs its default."""
+    spec = lookup("chunk_gated_delta_rule")
+    from cases import experiment_for, key_for
+
+    experiment = experiment_for(spec, key_for(spec, spec.every_form[0], B=1, T=20, K=16, V=16), device)
+    asked = {}
+
+    def variant_of(stage: object, key: object) -> str | None:
+        asked[stage.name] = key  # type: ignore[attr-defined]
+        return "sub" if stage.name == "chunk_bwd_dv_local" else None  # type: ignore[attr-defined]
+
+    from layout_tuner.registry import Problem
+
+    problem = Problem(key=experiment.key, chip=experiment.problem.chip, variant_of=variant_of)
+    chain = spec.bind(problem, spec.candidates(experiment.key)[0])
+    assert asked["chunk_bwd_dv_local"].form == "BT=64,g=float32@STRIDE_HV"
+    results = chain(*experiment.call.tensors, None, None, None)
+    assert experiment.compare(results).right
