@@ -112,11 +112,7 @@ def total_bytes(tensors: tuple[torch.Tensor | None, ...]) -> int:
 
 def key_for(spec: OpSpec, shape: tuple[int, ...], form: str) -> Key:
     """The dense bf16 key of a shape."""
-    sizes = dict(zip(registry.SIZES, shape))
-    return Key(
-        op=spec.name, **{name: size if name in spec.sizes else 0 for name, size in sizes.items()}, varlen=False,
-        dtype="bfloat16", form=spec.canonical_form(form, "bfloat16"),
-    )  # fmt: skip
+    return spec.key_for(dict(zip(registry.SIZES, shape)), dtype="bfloat16", form=form)
 
 
 def public_kernel(spec: OpSpec, call: Call, device: torch.device) -> Callable[[], object] | None:

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 BUSY_TIMEOUT_S = 30.0
-# A writer that finds the file taken looks again after pauses that double and are drawn at random: many writers then neither
-# keep the processors busy with looking nor starve one of them.
+# A writer that finds the file taken looks again after pauses that double and are drawn at random: many writers then
+# neither keep the processors busy with looking nor starve one of them.
 _SLICE_S = 0.005
 _FIRST_PAUSE_S = 0.01
 _LAST_PAUSE_S = 0.2

@@ -185,7 +185,7 @@ def _counted(database: Database) -> tuple[int, int]:
 
 
 def _copied(path: Path, header: bytes) -> Iterator[Finding]:
-    """Explains the damage that copying a file in use leaves: what was written last is in the `-wal` file that stayed behind."""
+    """Explains the damage of copying a file in use: what was written last is in the `-wal` file that stayed behind."""
     if header[18:20] == _WAL_HEADER and not Path(f"{path}-wal").exists():
         text = (
             "the file was in use and no -wal file is beside it, as when a live database is copied alone; "

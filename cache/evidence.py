@@ -1,7 +1,7 @@
 """Which of several decisions for one key is believed.
 
-Both functions rest on total orders that depend on nothing but the records, so every reader of the same rows, in whatever
-order it met them, comes to the same answer.
+Both functions rest on total orders that depend on nothing but the records, so every reader of the same rows, in
+whatever order it met them, comes to the same answer.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ LIFETIMES: Lifetimes = {
     "timeout": timedelta(days=7),
     "device": timedelta(0),
 }
-"""How long a failure is believed. None: as long as the revision and the environment, which holds the compiler version, last."""
+"""How long a failure is believed. None: as long as the revision and the environment (with its compiler) last."""
 
 
 def digest(record: DecisionRecord) -> str:
@@ -42,7 +42,7 @@ def digest(record: DecisionRecord) -> str:
 
 
 def strength(record: DecisionRecord) -> tuple[int, bool, int, datetime, str]:
-    """Sort key of evidence: source, a gain outside the noise, number of samples, age, and content as the last resort."""
+    """Sort key of evidence: source, a gain outside the noise, number of samples, age, content as the last resort."""
     samples = sum(len(each.samples) for each in record.measurements if each.state == "ok")
     certain = record.gain_low is not None and record.gain_low > 0
     return SOURCE_RANK[record.source], certain, samples, record.created_at, digest(record)
@@ -51,7 +51,8 @@ def strength(record: DecisionRecord) -> tuple[int, bool, int, datetime, str]:
 def believed(failure: MeasurementRecord, record: DecisionRecord) -> bool:
     """Whether a failed measurement of a decision still counts: its class's lifetime has not run out.
 
-    A failure dated in the future, as a clock that jumped leaves behind, has no age and counts only if its class never expires.
+    A failure dated in the future, as a clock that jumped leaves behind, has no age and counts only if its class never
+    expires.
     """
     if failure.state == "wrong":
         return True
@@ -94,8 +95,9 @@ def newer(one: DecisionRecord, other: DecisionRecord) -> DecisionRecord:
 def succeed(old: DecisionRecord, new: DecisionRecord) -> DecisionRecord:
     """A decision as the successor of the one in its slot.
 
-    The evidence of candidates that the new one does not mention is kept: a new candidate is measured against the incumbent
-    alone. The moment never goes backward within a slot, whatever the clock did, so that the newer record stays the newer one.
+    The evidence of candidates that the new one does not mention is kept: a new candidate is measured against the
+    incumbent alone. The moment never goes backward within a slot, whatever the clock did, so that the newer record
+    stays the newer one.
     """
     measured = {each.candidate for each in new.measurements}
     kept = [

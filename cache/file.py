@@ -38,7 +38,8 @@ class Store(SqlStore):
     ) -> None:
         """Opens the file; unless it is for reading only, makes it where there is none and repairs what can be repaired.
 
-        A file that is no database is set aside under another name and a new one begun; one of an older schema is migrated.
+        A file that is no database is set aside under another name and a new one begun; one of an older schema is
+        migrated.
 
         Args:
             path: The file.

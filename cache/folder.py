@@ -1,7 +1,7 @@
 """Decisions on a network file system: each host writes a file of its own, and readers merge all of them.
 
-SQLite's locks and shared memory do not hold between hosts, so no file has two writers. For the file `decisions.sqlite`, host
-`node7` writes `decisions.node7-<id>.sqlite` next to it.
+SQLite's locks and shared memory do not hold between hosts, so no file has two writers. For the file
+`decisions.sqlite`, host `node7` writes `decisions.node7-<id>.sqlite` next to it.
 """
 
 import logging
@@ -142,7 +142,7 @@ class FolderStore:
             return ()
 
     def _say(self, path: Path, error: StoreError) -> None:
-        """Says once that a file is left out. An empty one is about to be begun by its host, which is worth no warning."""
+        """Says once that a file is left out. An empty one is about to be begun by its host: worth no warning."""
         if path not in self._said:
             self._said.add(path)
             level = logging.INFO if error.fault is Fault.UNAVAILABLE else logging.WARNING

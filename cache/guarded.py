@@ -1,4 +1,4 @@
-"""A store that may fail, behind one that does not: trouble is said once, memory takes over, and the store is tried again."""
+"""A store that may fail behind one that does not: trouble is said once, memory takes over, the store is tried again."""
 
 import logging
 import random

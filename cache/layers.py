@@ -1,6 +1,7 @@
 """The layers of decisions: the user's file, a server, site files, the file that comes with the package, or a pin file.
 
-Evidence decides first: pinned > forced > own measured > imported measured > predicted. Of equal evidence, the nearer layer wins.
+Evidence decides first: pinned > forced > own measured > imported measured > predicted. Of equal evidence, the nearer
+layer wins.
 """
 
 import logging

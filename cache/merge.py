@@ -1,8 +1,8 @@
 """Bringing the evidence of several stores together.
 
-A store is a set of slots (key, environment, source, host), each with one writer, so merging is: all slots, and of two states
-of one slot the later. That is commutative, associative and idempotent. Which decision of a key is then believed is
-`evidence.choose`'s question; decisions that contradict each other beyond the noise are listed.
+A store is a set of slots (key, environment, source, host), each with one writer, so merging is: all slots, and of two
+states of one slot the later. That is commutative, associative and idempotent. Which decision of a key is then
+believed is `evidence.choose`'s question; decisions that contradict each other beyond the noise are listed.
 """
 
 from collections.abc import Iterable, Iterator

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 Migration = Callable[[Connection], None]
 
 MIGRATIONS: dict[int, Migration] = {}
-"""Step by the version it starts from; each leads to the next version. Schema version 1 is the first, so there is none yet."""
+"""Step by the version it starts from; each leads to the next. Schema version 1 is the first: there is none yet."""
 
 PATIENCE_S = 5.0
 """How long to wait until nobody else has the old file open."""
@@ -36,8 +36,8 @@ def migrate(
 ) -> None:
     """Migrates a file on a copy and swaps the copy in. Whatever fails, the old file stays as it was.
 
-    The caller holds the path's lock. Nobody may have the old file open meanwhile: an earlier version of this product that
-    still ran would go on with a file that has no name any more.
+    The caller holds the path's lock. Nobody may have the old file open meanwhile: an earlier version of this product
+    that still ran would go on with a file that has no name any more.
 
     Args:
         database: The file.
@@ -83,7 +83,7 @@ def migrate(
 
 
 def _hold(connection: sqlite3.Connection, path: Path) -> None:
-    """Takes the write lock of a file that nobody else has open; leaving WAL succeeds only then, and folds the WAL in."""
+    """Takes the write lock of a file that nobody else has open; only then can WAL be left, which folds it in."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -93,7 +93,7 @@ def _hold(connection: sqlite3.Connection, path: Path) -> None:
         except sqlite3.OperationalError as error:
             if time.monotonic() > deadline:
                 raise StoreError(
-                    f"{path}: has an older schema and is open elsewhere; it is migrated once it is closed there ({error})",
+                    f"{path}: has an older schema and is open elsewhere; migrated once it is closed there ({error})",
                     Fault.UNAVAILABLE,
                 ) from error
             time.sleep(random.uniform(0.01, 0.05))

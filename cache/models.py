@@ -68,7 +68,7 @@ class KeyColumns:
 
 
 class Decision(KeyColumns, Base):
-    """A chosen candidate. One row per key, environment, source and host: hosts never overwrite each other's evidence."""
+    """A chosen candidate. One row per key, environment, source and host: hosts never overwrite each other."""
 
     __tablename__ = "decisions"
     __table_args__ = (UniqueConstraint("environment_id", *KEY_COLUMNS, "source", "host", name="decision_slot"),)

@@ -1,4 +1,4 @@
-"""Pin files: decisions that are used and nothing else, as JSON that a person can read and a hash holds to its content."""
+"""Pin files: decisions that are used and nothing else, as readable JSON that a hash holds to its content."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ MAX_PIN_BYTES = 256 * 1024 * 1024
 
 
 def content_hash(decisions: list[Any]) -> str:
-    """SHA-256 over the canonical JSON of a pin file's decisions: sorted names, no blanks, so that layout does not count."""
+    """SHA-256 over the canonical JSON of a pin file's decisions: sorted names, no blanks: layout does not count."""
     text = json.dumps(decisions, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
@@ -79,7 +79,8 @@ def read_pins(path: str | os.PathLike[str]) -> tuple[str, tuple[DecisionRecord, 
         raise CacheError(f"{path}: not JSON ({error})") from error
     if found != document.get("sha256"):
         raise CacheError(
-            f"{path}: its hash is {document.get('sha256')!r}, its content has {found!r}: it was changed after it was written"
+            f"{path}: its hash is {document.get('sha256')!r}, its content has {found!r}: "
+            "it was changed after it was written"
         )
     return found, tuple(_pin(path, number, each) for number, each in enumerate(plain))
 

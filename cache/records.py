@@ -1,7 +1,7 @@
 """What the cache stores, as plain values: keys, environments, measurements, decisions and misses.
 
-The bounds written in the types hold for what comes out of a file as well as for what goes into one: `check_decision` and its
-siblings apply them, so a damaged or hostile row is refused as a row instead of travelling on.
+The bounds written in the types hold for what comes out of a file as well as for what goes into one: `check_decision`
+and its siblings apply them, so a damaged or hostile row is refused as a row instead of travelling on.
 """
 
 import json

@@ -20,7 +20,7 @@ from .records import time_text, utc_now
 logger = logging.getLogger(__name__)
 
 APPLICATION_ID = 0x4C54444E
-"""Marks a SQLite file as one of this product's, so that no other program's file is ever taken for a damaged one of ours."""
+"""Marks a SQLite file as one of this product's, so that no other program's file is taken for a damaged one."""
 
 _TABLES = {table.name: {column.name for column in table.columns} for table in Base.metadata.sorted_tables}
 

@@ -91,7 +91,7 @@ class ServerDatabase(Forkable):
                     pool_pre_ping=True,
                     connect_args={
                         "connect_timeout": CONNECT_TIMEOUT_S,
-                        "options": f"-c statement_timeout={STATEMENT_TIMEOUT_MS} -c lock_timeout={STATEMENT_TIMEOUT_MS}",
+                        "options": f"-c statement_timeout={STATEMENT_TIMEOUT_MS}",
                     },
                 )
             engine = self._engine

@@ -85,7 +85,8 @@ def export_file(
 ) -> Exported:
     """Writes decisions to one self-contained, sealed, read-only file, which appears whole or not at all.
 
-    This is the way to copy a file that is in use: a copy made with `cp` lacks what SQLite keeps in the `-wal` file next to it.
+    This is the way to copy a file that is in use: a copy made with `cp` lacks what SQLite keeps in the `-wal` file
+    next to it.
 
     Args:
         store: Where from.
@@ -125,7 +126,8 @@ def import_file(store: SqlStore | FolderStore, path: str | os.PathLike[str]) -> 
 
 
 def merge_files(paths: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Merged:
-    """Merges files into a new, sealed one, by evidence: in any order, in any grouping, however often, with the same result.
+    """Merges files into a new, sealed one, by evidence: in any order, in any grouping, however often, with the same
+    result.
 
     Raises:
         CacheError: A file cannot be read, or the result not be written.
@@ -192,7 +194,7 @@ def open_shared(path: Path) -> Iterator[Store]:
 
 
 def _target(out: str | os.PathLike[str]) -> Path:
-    """The path to write, unless it is a file in use: SQLite would mix the new file with what lies beside the old one."""
+    """The path to write, unless it is a file in use: SQLite would mix the new one with what lies beside it."""
     target = Path(out)
     if target.is_dir():
         raise CacheError(f"{target}: is a folder")

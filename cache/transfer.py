@@ -1,8 +1,8 @@
 """Merging one SQLite file into another inside SQLite: a hundred thousand decisions in seconds.
 
-The rules are `bulk.put_decisions`'s: of two decisions in one slot the later stays. Rows are checked by SQL for type and bounds
-before they are taken, and by `rows` again whenever they are read. What SQL cannot decide, two decisions of one moment that
-differ, is left to the caller.
+The rules are `bulk.put_decisions`'s: of two decisions in one slot the later stays. Rows are checked by SQL for type
+and bounds before they are taken, and by `rows` again whenever they are read. What SQL cannot decide, two decisions of
+one moment that differ, is left to the caller.
 """
 
 import sqlite3
@@ -149,7 +149,8 @@ _SOUND_MEASUREMENT = " AND ".join(
 
 _SOURCE = "CASE WHEN s.source = 'measured' AND :host IS NOT NULL AND s.host <> :host THEN 'imported' ELSE s.source END"
 
-# An account without facts gives way to one with facts; of two with facts the larger text stays, in whatever order they come.
+# An account without facts gives way to one with facts; of two with facts the larger text stays, in whatever order
+# they come.
 _ENVIRONMENTS = f"""
     INSERT INTO main.environments (id, facts)
     SELECT s.id, s.facts FROM source.environments s WHERE {_label("s.id", 200, 1)} AND {_json("s.facts")}
@@ -177,7 +178,9 @@ _INCOMING = f"""
     WHERE {_SOUND_DECISION}
 """
 
-_CROWDED = f"SELECT {_columns('', DECISION_SLOT)} FROM temp.incoming GROUP BY {_columns('', DECISION_SLOT)} HAVING count(*) > 1"
+_INCOMING_SLOT = _columns("", DECISION_SLOT)
+
+_CROWDED = f"SELECT {_INCOMING_SLOT} FROM temp.incoming GROUP BY {_INCOMING_SLOT} HAVING count(*) > 1"
 
 _OBSOLETE = "SELECT known_id FROM temp.incoming WHERE verdict = 'newer'"
 

@@ -1,4 +1,4 @@
-"""Output of the gated delta rule, chunk by chunk: what the state at the chunk's start gives, and what its own values add.
+"""Output of the gated delta rule, chunk by chunk: from the state at the start of the chunk, and from its own values.
 
     o = scale * ( (exp2(G) * q) h  +  tril(q k^T * exp2(G[t] - G[s])) v )        tril keeps s <= t
 

@@ -39,7 +39,7 @@ def prefetch_fits(stage_bytes: int, scratch_bytes: int, chip: str) -> bool:
 
 
 def state_columns(variant: str, K: int, V: int, element_bytes: int, chip: str) -> int:
-    """Columns of the state that one task of a walk over chunks holds, for `chunk_gated_delta_rule_fwd_h` and `_bwd_dhu`.
+    """Columns of the state that a task of `chunk_gated_delta_rule_fwd_h` or `chunk_gated_delta_rule_bwd_dhu` holds.
 
     Wide tiles read q, k and w less often; narrow ones make more tasks. Four warps hold 128 x 64 fp32 of state, and
     unified buffer 256 x 64.

@@ -36,12 +36,14 @@ class Chip:
         name: Model, as the driver names it.
         cube_programs: Programs of a launch bound by the matrix unit.
         vector_programs: Programs of a launch bound by the vector units.
+        cores: Cube cores of an NPU, multiprocessors of a GPU.
     """
 
     kind: str
     name: str
     cube_programs: int
     vector_programs: int
+    cores: int = 1
 
     @property
     def tiles(self) -> str:
@@ -129,6 +131,7 @@ def chip(device: torch.device) -> Chip:
         name=properties.name,
         cube_programs=cube * per_core,
         vector_programs=vector * per_core,
+        cores=cube,
     )
 
 

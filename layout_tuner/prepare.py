@@ -27,14 +27,17 @@ class Prepared:
         bare: Whether operands arrive in the plan's layouts and results may stay in them: the kernels alone.
     """
 
-    __slots__ = ("BT", "candidate", "contiguous", "device", "direct", "launch", "moves", "packed", "proven", "restore")
+    __slots__ = ("BT", "candidate", "contiguous", "device", "direct", "launch", "moves", "name", "nt_operand", "packed", "proven", "restore")
 
     def __init__(self, spec: OpSpec, problem: Problem, candidate: Candidate, call: Call, *, bare: bool = False) -> None:
         self.candidate = candidate
         self.proven = False  # whether it has run once: kernels compile and fail at their first launch
         self.launch: Launch = spec.bind(problem, candidate)
         self.BT = problem.BT
+        self.name = spec.name
         self.packed = call.cu_seqlens is not None
+        by_chunk = [i for i, (o, t) in enumerate(zip(spec.operands, call.tensors)) if t is not None and "NT" in o.dims]
+        self.nt_operand = by_chunk[0] if by_chunk else None
         device = present(call.tensors[0]).device
         self.device = device if devices.several(device) else None
         self.contiguous = tuple(
@@ -69,6 +72,8 @@ class Prepared:
             tensors = self.arrange(tensors)
         if self.packed and chunk_indices is None and cu_seqlens is not None:
             chunk_indices = prepare_chunk_indices(cu_seqlens, self.BT)
+        if self.packed and self.nt_operand is not None:
+            self.check_chunks(tensors, chunk_indices)
         if self.device is None or devices.is_current(self.device):
             results = self.launch(*tensors, *scalars, cu_seqlens, chunk_indices)
         else:
@@ -77,6 +82,14 @@ class Prepared:
         if self.restore:
             results = self.row_major(results)
         return results
+
+    def check_chunks(self, tensors: Tensors, chunk_indices: torch.Tensor | None) -> None:
+        """Refuse states for another number of chunks than a packed batch has, which no signature tells."""
+        assert self.nt_operand is not None
+        found = present(tensors[self.nt_operand]).shape[1]
+        wanted = present(chunk_indices).shape[0]
+        if found != wanted:
+            raise ValueError(f"{self.name}: wanted NT={wanted} chunks of cu_seqlens, got states for {found}")
 
     def on_device(self) -> AbstractContextManager[object]:
         """Makes the operands' device the current one, where that may be another."""

@@ -192,11 +192,13 @@ class OpSpec:
         options: Arguments that select the work.
         scalars: Arguments that are run-time numbers.
         layout_groups: Operands (read or written) that share one layout; a plan gives each group one.
-        variants: Kernel variants, the default first; a mapping by chip kind may override it.
-        default_variants: Default variant for a chip kind where it is not the first.
+        variants: Kernel variants, the default first.
+        default_variant: The default for a key on a chip, where that is not always the first.
         sources: Modules under `layout_tuner.kernels` whose text makes a variant's revision.
         moves_inputs: Whether time-axis operands are copied into the plan's layouts ahead of the launch; an op whose
             kernels read any layout leaves them (only OTHER is copied, to STRIDE_HV).
+        reads_heads: Whether its kernels read whole rows of heads, so that no layout is a strided one to them and the
+            default copies nothing on any device.
         bind: Builds the launch of a candidate for a problem. The launch takes the operands, then the scalars, then
             `cu_seqlens` and `chunk_indices`, with time-axis operands in the plan's layout, and returns every output.
         reference: The oracle: same operands and options by name, results in the order of `outputs`.
@@ -214,9 +216,10 @@ class OpSpec:
     scalars: tuple[str, ...] = ()
     layout_groups: tuple[tuple[str, ...], ...] = ()
     variants: tuple[str, ...]
-    default_variants: Mapping[str, str] = field(default_factory=dict)
+    default_variant: Callable[[Key, Chip], str] | None = None
     sources: tuple[str, ...]
     moves_inputs: bool = True
+    reads_heads: bool = False
     bind: Callable[[Problem, Candidate], Launch]
     reference: Callable[..., object]
     forms: Mapping[str, str]
@@ -339,20 +342,37 @@ class OpSpec:
     def default(self, key: Key, chip: Chip) -> Candidate:
         """What runs where nothing was measured: T_CONTIG on an NPU (the published fix), STRIDE_HV elsewhere."""
         plans = self.plans(key)
-        variant = self.default_variants.get(chip.kind, self.variants[0])
-        return Candidate(variant=variant, plan=plans[-1] if chip.kind == "npu" else plans[0], revision=self.revision)
+        published_fix = chip.kind == "npu" and not self.reads_heads
+        variant = self.default_variant(key, chip) if self.default_variant else self.variants[0]
+        return Candidate(variant=variant, plan=plans[-1] if published_fix else plans[0], revision=self.revision)
 
     def nothing_to_choose(self, key: Key) -> bool:
         """Whether the key is never tuned: one head or one token, where every layout is the same memory."""
         return key.HV == 1 or key.T == 1
 
-    def canonical_form(self, form: str, dtype: str) -> str:
-        """The form as a call of main dtype `dtype` would have it: a dtype that goes without saying is not said."""
+    def key_for(self, sizes: Mapping[str, int], *, dtype: str, form: str, varlen: bool = False) -> Key:
+        """The key that a call of these sizes and this form has.
+
+        Args:
+            sizes: By symbol; those the op does not have are left out.
+            dtype: Of the model's tensors. An op whose first tensor is a gate has the gate's dtype, as the form says.
+            form: Its text; a dtype that goes without saying is dropped, as in a call's own key.
+            varlen: Whether the batch is packed.
+        """
         entries = dict(parse_form(form).entries)
+        dtype = parse_form(form).dtype(self.operands[0].name) or dtype
         for operand in self.operands:
             if operand.optional and not operand.time_axis and entries.get(operand.name) == dtype:
                 entries[operand.name] = "1"
-        return form_text(entries)
+            elif not operand.optional and not operand.time_axis and entries.get(operand.name) == dtype:
+                del entries[operand.name]
+        return Key(
+            op=self.name,
+            **{name: sizes[name] if name in self.sizes else 0 for name in SIZES},
+            varlen=varlen,
+            dtype=dtype,
+            form=form_text(entries),
+        )
 
     def form_named(self, name: str) -> str:
         """The form text of a standard form's name, or the text itself where it is a form already.
@@ -466,8 +486,6 @@ def check_call(spec: OpSpec, call: Call) -> dict[str, int]:
             if symbol.isdigit():
                 if int(symbol) != size:
                     faults.append(f"{operand.name}: wanted {symbol} in [{', '.join(dims)}], got {list(tensor.shape)}")
-            elif symbol in ("NT", "N"):
-                sizes.setdefault(symbol, size)
             elif sizes.setdefault(symbol, size) != size:
                 faults.append(
                     f"{operand.name}: wanted {symbol}={sizes[symbol]} as in {origin[symbol]}, "
@@ -487,10 +505,30 @@ def check_call(spec: OpSpec, call: Call) -> dict[str, int]:
     if "HV" in sizes and sizes.get("H") and sizes["HV"] % sizes["H"]:
         faults.append(f"HV: wanted a multiple of H={sizes['H']}, got {sizes['HV']}")
     faults += [f"{name}: wanted at least 1, got 0" for name in SIZES if sizes.get(name, 1) == 0]
+    faults += check_counts(call, sizes, origin)
     faults += check_packing(call, sizes, main)
     if faults:
         raise ValueError(f"{spec.name}: " + "; ".join(faults))
     return sizes
+
+
+def check_counts(call: Call, sizes: Mapping[str, int], origin: Mapping[str, str]) -> list[str]:
+    """Whether states come one for each sequence, or one for each chunk.
+
+    The chunks of a packed batch are counted by whoever launches: their number is in the values of `cu_seqlens`.
+    """
+    wanted: dict[str, int] = {}
+    if call.cu_seqlens is not None:
+        wanted["N"] = call.cu_seqlens.shape[0] - 1
+    elif "B" in sizes:
+        wanted["N"] = sizes["B"]
+        if sizes.get("BT"):
+            wanted["NT"] = -(-sizes["T"] // sizes["BT"])
+    return [
+        f"{origin[symbol]}: wanted {symbol}={count}, got {sizes[symbol]}"
+        for symbol, count in wanted.items()
+        if sizes.get(symbol, count) != count
+    ]
 
 
 def check_packing(call: Call, sizes: Mapping[str, int], main: torch.Tensor) -> list[str]:

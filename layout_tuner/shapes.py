@@ -206,10 +206,4 @@ def forms_of(spec: OpSpec, shape: Shape) -> Sequence[str]:
 def key_of(spec: OpSpec, shape: Shape, T: int, form: str) -> Key:
     """The exact key of one entry."""
     sizes = {"B": shape.B, "T": T, "H": shape.H, "HV": shape.HV or shape.H, "K": shape.K, "V": shape.V or shape.K}
-    return Key(
-        op=spec.name,
-        **{name: size if name in spec.sizes else 0 for name, size in sizes.items()},
-        varlen=shape.varlen or shape.cu_seqlens is not None,
-        dtype=shape.dtype,
-        form=spec.canonical_form(form, shape.dtype),
-    )
+    return spec.key_for(sizes, dtype=shape.dtype, form=form, varlen=shape.varlen or shape.cu_seqlens is not None)

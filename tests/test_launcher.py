@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import dv_local
@@ -71,7 +72,9 @@ def test_recording_ends_with_an_exception() -> None:
 @pytest.mark.parametrize("varlen", [False, True])
 def test_ops_record_on_meta_tensors(varlen: bool) -> None:
     key = dv_local.key(T=70, varlen=varlen)
-    call = synthesize(SPEC, key, "meta")
+    made = synthesize(SPEC, key, "cpu")
+    tensors = tuple(None if tensor is None else tensor.to("meta") for tensor in made.tensors)
+    call = replace(made, tensors=tensors, cu_seqlens=None if made.cu_seqlens is None else made.cu_seqlens.to("meta"))
     candidate = SPEC.candidates(key)[1]
     indices = torch.empty((6, 2), dtype=torch.int32, device="meta") if varlen else None
     with launcher.recording() as records:

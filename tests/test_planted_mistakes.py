@@ -114,6 +114,7 @@ def test_the_unchanged_copy_is_right(folder: Path, device: torch.device, monkeyp
     assert found(device) == []
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_planted_mistake_is_caught(
     folder: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, name: str

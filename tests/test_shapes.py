@@ -7,8 +7,10 @@ import dv_local
 import pytest
 
 import layout_tuner
+from layout_tuner import registry
 from layout_tuner.config import Config
 from layout_tuner.errors import REFUSAL, ConfigError
+from layout_tuner.inputs import synthesize
 from layout_tuner.shapes import Shape, keys, load_shapes, parse_shapes
 
 GOOD = {"op": dv_local.SPEC.name, "T": 20, "H": 1, "K": 16, "dtype": "bf16"}
@@ -52,6 +54,16 @@ def test_no_op_means_every_op_and_forms_may_be_texts() -> None:
     assert {spec.name for spec, _ in keys(parse_shapes([row]), "pow2")[0]} >= {dv_local.SPEC.name, "chunk_fwd_o"}
     (found,) = keys(parse_shapes([GOOD | {"forms": ["g=float32@OTHER,BT=16"]}]), "pow2")[0]
     assert found[1].form == "BT=16,g=float32@OTHER"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_keys_are_those_of_the_calls_they_are_for(dtype: str) -> None:
+    row = {"T": 20, "H": 1, "HV": 2, "K": 16, "dtype": dtype}
+    wanted, refused = keys(parse_shapes([row, row | {"cu_seqlens": [0, 9, 20]}]), "exact")
+    assert not refused
+    assert {key.op for _, key in wanted} == set(registry.names())
+    for spec, key in wanted:
+        assert spec.key(synthesize(spec, key, "cpu")) == key
 
 
 def test_what_no_kernel_serves_is_said_and_left_out() -> None:

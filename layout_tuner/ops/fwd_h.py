@@ -10,6 +10,7 @@ from layout_tuner.kernels import tiling
 from .. import launcher, reference, router
 from ..packing import prepare_chunk_indices, prepare_chunk_offsets
 from ..registry import Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
+from .sizes import default_width
 
 
 def chunk_gated_delta_rule_fwd_h(
@@ -174,6 +175,7 @@ SPEC = register(
         ),
         layout_groups=(("g",),),
         variants=("wide", "narrow"),
+        default_variant=default_width,
         sources=("fwd_h", "state"),
         bind=_bind,
         reference=reference.chunk_gated_delta_rule_fwd_h,

@@ -27,7 +27,7 @@ def chunk_fwd_o(
 ) -> torch.Tensor:
     """Output of each token: what the state at the start of its chunk gives, and what the chunk's own values add.
 
-    o[t] = scale * (2**g[t] * q[t]^T h + sum over s <= t of <q[t], k[s]> * 2**(g[t] - g[s]) * v[s]), s and t in one chunk.
+    o[t] = scale * (2**g[t] * q[t]^T h + sum over s <= t of <q[t], k[s]> * 2**(g[t] - g[s]) * v[s]), s and t in a chunk.
 
     Args:
         q: Queries `[B, T, H, K]`, fp32, bf16 or fp16.
@@ -54,9 +54,7 @@ def chunk_fwd_o(
     """
     if g is not None and g_gamma is not None:
         raise ValueError("chunk_fwd_o: g, g_gamma: wanted at most one of them, got both")
-    o = router.call(
-        SPEC, (q, k, v, h, g, g_gamma), (state_v_first, chunk_size), (scale,), cu_seqlens, chunk_indices
-    )[0]
+    o = router.call(SPEC, (q, k, v, h, g, g_gamma), (state_v_first, chunk_size), (scale,), cu_seqlens, chunk_indices)[0]
     assert o is not None
     return o
 

@@ -20,7 +20,7 @@ from layout_tuner.kernels import tiling
 
 from .. import launcher, layouts, reference, registry, router
 from ..errors import UnsupportedProblemError
-from ..keys import Key, form_text
+from ..keys import form_text
 from ..layouts import Layout, LayoutPlan
 from ..packing import prepare_chunk_indices
 from ..registry import Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
@@ -317,12 +317,10 @@ class Chain:
             dtype: Of its first tensor; None: the chain's.
         """
         spec, key = registry.lookup(op), self.problem.key
-        sizes = {name: getattr(key, name) if name in spec.sizes else 0 for name in registry.SIZES}
         if op != "gdn_gate_bwd":  # the one stage that knows no chunks
             entries = {**entries, "BT": str(self.BT)}
-        dtype = dtype or key.dtype
-        form = spec.canonical_form(form_text(entries), dtype)
-        stage = Key(op=op, **sizes, varlen=key.varlen, dtype=dtype, form=form)
+        sizes = {name: getattr(key, name) for name in registry.SIZES}
+        stage = spec.key_for(sizes, dtype=dtype or key.dtype, form=form_text(entries), varlen=key.varlen)
         default = spec.default(stage, self.problem.chip)
         variant = self.problem.variant_of(spec, stage) or default.variant
         if plan is None:

@@ -126,6 +126,7 @@ SPEC = register(
         ),
         scalars=("scale",),
         layout_groups=(("g",), ("out",)),
+        reads_heads=True,
         variants=("triangle",),
         sources=("local_cumsum",),
         bind=_bind,

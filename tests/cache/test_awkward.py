@@ -81,7 +81,8 @@ os.setgid(65534)
 os.setuid(65534)
 store = open_store(sys.argv[1])
 before = len(list(store.decisions()))
-decision = DecisionRecord(key=key, environment="e", candidate="a", revision="r", default_candidate="a", source="measured")
+decision = DecisionRecord(key=key, environment="e", candidate="a", revision="r", default_candidate="a",
+                          source="measured")
 store.publish(decision, EnvironmentRecord(id="e"))
 assert store.lookup(key, "e").candidate == "a"
 print("decisions", before, len(list(store.decisions())))

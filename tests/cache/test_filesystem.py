@@ -46,7 +46,9 @@ def test_the_mount_table_answers_where_statfs_does_not(tmp_path, monkeypatch):
     folder.mkdir()
     point = str(folder).replace(" ", "\\040")
     table.write_text(
-        f"20 1 8:1 / / rw,relatime shared:1 - ext4 /dev/vda rw\n41 20 0:50 / {point} rw - nfs4 server:/home rw\nnonsense\n"
+        "20 1 8:1 / / rw,relatime shared:1 - ext4 /dev/vda rw\n"
+        f"41 20 0:50 / {point} rw - nfs4 server:/home rw\n"
+        "nonsense\n"
     )
     monkeypatch.setattr(filesystem, "_statfs_type", lambda place: None)
     monkeypatch.setattr(filesystem._mounted_type, "__defaults__", (table,))

@@ -25,13 +25,7 @@ T_PACKED = 80
 def key_for(spec: OpSpec, form: str, dtype: str = "float32", varlen: bool = False, **sizes: int) -> Key:
     """A key of the matrix, with the sizes that the op has."""
     wanted = SIZES | ({"B": 1, "T": T_PACKED} if varlen else {}) | sizes
-    return Key(
-        op=spec.name,
-        **{name: size if name in spec.sizes else 0 for name, size in wanted.items()},
-        varlen=varlen,
-        dtype=dtype,
-        form=spec.canonical_form(form, dtype),
-    )
+    return spec.key_for(wanted, dtype=dtype, form=form, varlen=varlen)
 
 
 def experiment_for(
