@@ -4,10 +4,10 @@
 
 One table a shape: median device time of each candidate (relayouts apart), bytes and floating-point operations a
 second, and how many floors that is; the floor is the longer of the fewest bytes over a measured copy's rate and the
-operations over a measured bf16 matrix product's. Where flash-linear-attention is installed, its Ascend kernels (plain Triton) run on the same
-arguments in the same process, its core count patched to this device's; for the chain, its CUDA kernels, with its guard
-against Triton 3.4 to 3.7.0 on Hopper lifted. Every candidate is compared with the oracle before it is timed. Without an
-accelerator there is nothing to time and the exit status is 2.
+operations over a measured bf16 matrix product's. Where flash-linear-attention is installed, its Ascend kernels (plain
+Triton) run on the same arguments in the same process, its core count patched to this device's; for the chain, its CUDA
+kernels, with its guard against Triton 3.4 to 3.7.0 on Hopper lifted. Every candidate is compared with the oracle before
+it is timed. Without an accelerator there is nothing to time and the exit status is 2.
 """
 
 from __future__ import annotations

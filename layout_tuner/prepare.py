@@ -27,7 +27,20 @@ class Prepared:
         bare: Whether operands arrive in the plan's layouts and results may stay in them: the kernels alone.
     """
 
-    __slots__ = ("BT", "candidate", "contiguous", "device", "direct", "launch", "moves", "name", "nt_operand", "packed", "proven", "restore")
+    __slots__ = (
+        "BT",
+        "candidate",
+        "contiguous",
+        "device",
+        "direct",
+        "launch",
+        "moves",
+        "name",
+        "nt_operand",
+        "packed",
+        "proven",
+        "restore",
+    )
 
     def __init__(self, spec: OpSpec, problem: Problem, candidate: Candidate, call: Call, *, bare: bool = False) -> None:
         self.candidate = candidate

@@ -182,7 +182,7 @@ def test_default_is_always_a_candidate() -> None:
 
 
 def test_default_variant_of_a_chip() -> None:
-    spec = replace(SPEC, default_variants={"npu": "sub"})
+    spec = replace(SPEC, default_variant=lambda key, chip: "sub" if chip.kind == "npu" else "full")
     assert spec.default(dv_local.key(), CHIPS["npu"]).id == "sub/g=T_CONTIG"
     assert spec.default(dv_local.key(), CHIPS["cuda"]).id == "full/g=STRIDE_HV"
 
