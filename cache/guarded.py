@@ -11,6 +11,7 @@ from .faults import Fault, StoreError
 from .forking import ProcessLock
 from .interface import DecisionStore
 from .memory import MemoryStore, frequency
+from .merge import Slot, slot_of
 from .records import DecisionRecord, EnvironmentRecord, KeyRecord, MissRecord
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class GuardedStore:
         self._lock = ProcessLock()
         self._store: DecisionStore | None = None
         self._memory = MemoryStore()
-        self._pending: dict[tuple[object, ...], tuple[DecisionRecord, EnvironmentRecord]] = {}
+        self._pending: dict[Slot, tuple[DecisionRecord, EnvironmentRecord]] = {}
         self._pending_misses: list[MissRecord] = []
         self._fault: Fault | None = None
         self._said = False
@@ -68,13 +69,13 @@ class GuardedStore:
             return stored
         kept = self._memory.publish(decision, environment)
         with self._lock:
-            self._pending[(kept.environment, kept.key, kept.source, kept.host)] = (kept, environment)
+            self._pending[slot_of(kept)] = (kept, environment)
         return kept
 
     def evidence(self, key: KeyRecord, environment: str) -> tuple[DecisionRecord, ...]:
         """Every decision for a key in an environment."""
         found = self._try(lambda store: store.evidence(key, environment)) or ()
-        return (*found, *self._waiting(key, environment))
+        return tuple(self._with_waiting(found, lambda record: record.key == key and record.environment == environment))
 
     def lookup(self, key: KeyRecord, environment: str) -> DecisionRecord | None:
         """The strongest decision whose winner is not known to fail."""
@@ -83,12 +84,9 @@ class GuardedStore:
     def decisions(self, *, environment: str | None = None, op: str | None = None) -> Iterator[DecisionRecord]:
         """Every decision."""
         found = self._try(lambda store: list(store.decisions(environment=environment, op=op))) or []
-        yield from found
-        with self._lock:
-            waiting = [record for record, _ in self._pending.values()]
-        for record in waiting:
-            if environment in (None, record.environment) and op in (None, record.key.op):
-                yield record
+        yield from self._with_waiting(
+            found, lambda record: environment in (None, record.environment) and op in (None, record.key.op)
+        )
 
     def environments(self) -> list[EnvironmentRecord]:
         """Every environment, by id."""
@@ -124,15 +122,13 @@ class GuardedStore:
             if self._store is not None:
                 self._store.close()
 
-    def _waiting(self, key: KeyRecord, environment: str) -> tuple[DecisionRecord, ...]:
-        if not self._pending:
-            return ()
+    def _with_waiting(
+        self, found: Iterable[DecisionRecord], wanted: Callable[[DecisionRecord], bool]
+    ) -> list[DecisionRecord]:
+        """What the store holds, with what waits to be written in place of what it will replace."""
         with self._lock:
-            return tuple(
-                record
-                for record, _ in self._pending.values()
-                if record.key == key and record.environment == environment
-            )
+            waiting = {slot: record for slot, (record, _) in self._pending.items() if wanted(record)}
+        return [*(record for record in found if slot_of(record) not in waiting), *waiting.values()]
 
     def _try(self, action: Callable[[DecisionStore], _Result], *, write: bool = False) -> _Result | None:
         """What an action on the store returns; None where the store cannot be used for it."""

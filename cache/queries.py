@@ -193,11 +193,14 @@ def records_of(connection: Connection, rows: Sequence[Row]) -> Iterator[Decision
 
 
 def _sound(rows: Iterable[Row], record: Callable[[Row], _Record]) -> Iterator[_Record]:
+    refused: list[RefusedRowError] = []
     for row in rows:
         try:
             yield record(row)
         except RefusedRowError as error:
-            logger.warning("a stored row is ignored: %s", error)
+            refused.append(error)
+    if refused:
+        logger.warning("%d stored rows are ignored, the first for this: %s", len(refused), refused[0])
 
 
 def _measurements(connection: Connection, ids: Sequence[int]) -> dict[int, list[Row]]:

@@ -7,6 +7,8 @@ backward. Leaving the scope removes that entry, whatever order scopes end in. Th
 from __future__ import annotations
 
 import functools
+import importlib
+import logging
 import os
 from collections.abc import Callable
 from types import TracebackType
@@ -14,7 +16,10 @@ from typing import ParamSpec, TypeVar
 
 from . import router
 from .config import Config
+from .errors import ConfigError
 from .router import Policy, Router
+
+log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -67,13 +72,13 @@ def enable(
         cache: File of decisions; None takes the settings' one, else the user's cache folder.
         on_miss: `tune`, `default` or `error`; None follows the settings, which by default tune on an accelerator in
             a single process and run the default candidate elsewhere.
-        fla: Also take over calls of flash-linear-attention, where it is installed.
+        fla: Also take over calls of flash-linear-attention, where it is installed; imported before or after.
 
     Returns:
         The entry: a context manager and a decorator.
 
     Raises:
-        ConfigError: Settings that cannot be used.
+        ConfigError: Settings that cannot be used, or a flash-linear-attention that is too old.
     """
     if on_miss not in (None, "tune", "default", "error"):
         raise ValueError(f"enable: on_miss: wanted 'tune', 'default', 'error' or None, got {on_miss!r}")
@@ -81,7 +86,20 @@ def enable(
     if cache is not None:
         section = settings.cache.model_copy(update={"path": os.fspath(cache)})
         settings = settings.model_copy(update={"cache": section})
-    return Enabled(Router(settings, on_miss=on_miss))
+    made = Router(settings, on_miss=on_miss)
+    if fla:
+        take_over(made)
+    return Enabled(made)
+
+
+def take_over(made: Router) -> None:
+    """Let the entry serve calls of other libraries; what is wrong with one of them is no reason not to route ours."""
+    try:
+        importlib.import_module(".integrations", __package__).take_over(made)
+    except ConfigError:
+        raise
+    except Exception as error:
+        log.warning("flash-linear-attention: not taken over: %s", error)
 
 
 def disable() -> None:

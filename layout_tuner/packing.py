@@ -67,3 +67,13 @@ def _prepared(
         forget = weakref.ref(cu_seqlens, lambda _: _memo.pop(slot, None))
         _memo[slot] = (forget, indices, device_offsets)
     return indices, device_offsets
+
+
+def stand_in(cu_seqlens: torch.Tensor, chunk_size: int) -> torch.Tensor:
+    """Chunks of sequence starts that have no values, while a compiler traces: no result depends on their number."""
+    indices = cu_seqlens.new_empty((1, 2))
+    offsets = cu_seqlens.new_empty(cu_seqlens.shape, dtype=torch.int64)
+    slot = (id(cu_seqlens), cu_seqlens._version, chunk_size)
+    with _lock:
+        _memo[slot] = (weakref.ref(cu_seqlens, lambda _: _memo.pop(slot, None)), indices, offsets)
+    return indices

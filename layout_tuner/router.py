@@ -245,8 +245,15 @@ class Router:
 
     # -- the choice for a key ----------------------------------------------------------------------------------
 
-    def choose(self, spec: OpSpec, key: Key, device: torch.device) -> Choice:
-        """What runs for a key: frozen before, stored, or as the policy for misses says."""
+    def choose(self, spec: OpSpec, key: Key, device: torch.device, *, tracing: bool = False) -> Choice:
+        """What runs for a key: frozen before, stored, or as the policy for misses says.
+
+        Args:
+            spec: The op.
+            key: The exact key.
+            device: Where it is to run.
+            tracing: Whether a compiler is tracing the call, so that nothing may run now.
+        """
         default = spec.default(key, devices.chip(device))
         if not self.tuning or spec.nothing_to_choose(key):
             return Choice(candidate=default, source="default")
@@ -261,7 +268,7 @@ class Router:
             known = self.choices.get((key, where.id))
             if known is not None:
                 return known
-            choice = self.stored(spec, key, device) or self.missed(spec, key, device, default)
+            choice = self.stored(spec, key, device) or self.missed(spec, key, device, default, tracing=tracing)
             if choice.frozen:
                 self.choices[key, where.id] = choice
             return choice
@@ -286,15 +293,17 @@ class Router:
         alive = {(candidate.id, candidate.revision) for candidate in spec.candidates(key)}
         return found if (found.candidate, found.revision) in alive else None
 
-    def missed(self, spec: OpSpec, key: Key, device: torch.device, default: Candidate) -> Choice:
+    def missed(
+        self, spec: OpSpec, key: Key, device: torch.device, default: Candidate, *, tracing: bool = False
+    ) -> Choice:
         """Tune, run the default, or raise, as the policy says."""
         policy = self.policy(device)
         if policy == "error":
             raise TuningError(f"{key}: no decision in {self.store.name}, and on_miss is 'error'")
         if policy == "default":
             return Choice(candidate=default, source="default")
-        if devices.capturing(device):
-            log.warning("%s: a graph is being captured: running %s untuned", key, default.id)
+        if tracing or devices.capturing(device):
+            log.warning("%s: a graph is being captured or traced: running %s untuned", key, default.id)
             return Choice(candidate=default, source="default", frozen=False)
         if self.too_many(spec):
             return Choice(candidate=default, source="default")

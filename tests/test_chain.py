@@ -144,7 +144,7 @@ def test_scale_and_no_gate(device: torch.device) -> None:
 
 @pytest.mark.parametrize(
     "lengths",
-    [(0, 1, 63, 64, 65), pytest.param((1,) * 127, marks=pytest.mark.slow)],
+    [(0, 1, 63, 64, 65), pytest.param((1,) * 127, marks=pytest.mark.nightly)],
     ids=["around a chunk", "127 short ones"],
 )
 def test_packed(lengths: tuple[int, ...], device: torch.device) -> None:
@@ -261,9 +261,7 @@ def test_a_gate_that_comes_back_in_another_layout(device: torch.device, in_layou
 # -- autograd --------------------------------------------------------------------------------------------------
 
 
-def test_only_what_is_wanted_runs(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_what_is_wanted_runs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs that need no gradient cost no kernel."""
     ran: list[str] = []
     bind = layout_tuner.launcher.bind  # type: ignore[attr-defined]
@@ -316,8 +314,6 @@ def test_checkpointing_recomputes_the_same(device: torch.device) -> None:
     given = make(device, B=1, T=20, K=16, V=16)
     o, _ = ops.chunk_gated_delta_rule(**given)
     wanted = torch.autograd.grad(o.square().sum(), list(given.values()))
-    again, _ = checkpoint(ops.chunk_gated_delta_rule, *given.values(), use_reentrant=False)
-    del again
     names = list(given)
 
     def region(*tensors: torch.Tensor) -> torch.Tensor:
@@ -351,7 +347,7 @@ def test_backward_outside_the_scope_runs_what_the_forward_chose(device: torch.de
 def test_backward_of_backward_is_refused(device: torch.device) -> None:
     given = make(device, B=1, T=20, K=16, V=16)
     o, _ = ops.chunk_gated_delta_rule(**given)
-    (first,) = torch.autograd.grad(o.sum(), given["q"], create_graph=True)
+    (first,) = torch.autograd.grad(o.square().sum(), given["q"], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()
 

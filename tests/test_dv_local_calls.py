@@ -12,7 +12,6 @@ from dv_local import BT, SPEC, arguments, assert_right, dv_local
 
 from layout_tuner import layouts, ops, reference
 from layout_tuner.errors import UnsupportedProblemError
-from layout_tuner.keys import Key
 from layout_tuner.layouts import Layout, arrival, relayout
 
 
@@ -226,23 +225,14 @@ except errors.UnsupportedProblemError as error:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "packed"])
-def test_two_thousand_tokens(device: torch.device, varlen: bool) -> None:
-    key = Key(
-        op=SPEC.name,
-        B=1 if varlen else 2,
-        T=2048,
-        H=4,
-        HV=8,
-        K=64,
-        V=64,
-        varlen=varlen,
-        dtype="bfloat16",
-        form=SPEC.form_named("training"),
-    )
-    full = replace(SPEC, variants=("full",)) if device.type == "cpu" else SPEC
-    experiment = experiment_for(full, key, device, (0, 1, 700, 2048))
-    assert not faults(experiment)
+@pytest.mark.parametrize(
+    ("variant", "varlen"), [("full", False), ("sub", False), ("full", True)], ids=["full", "sub", "full-packed"]
+)
+def test_two_thousand_tokens(device: torch.device, variant: str, varlen: bool) -> None:
+    sizes = {"B": 1 if varlen else 2, "T": 2048, "H": 4, "HV": 8, "K": 64, "V": 64}
+    key = SPEC.key_for(sizes, dtype="bfloat16", form=SPEC.forms["training"], varlen=varlen)
+    one_variant = replace(SPEC, variants=(variant,))
+    assert not faults(experiment_for(one_variant, key, device, (0, 1, 700, 2048)))
 
 
 def test_the_oracle_is_not_the_kernel(device: torch.device) -> None:

@@ -61,9 +61,7 @@ def chunk_bwd_dv_local(
 def _bind(problem: Problem, candidate: Candidate) -> Launch:
     key, BT = problem.key, problem.BT
     H, HV, K, V = key.H, key.HV, key.K, key.V
-    BC, BK, BV = tiling.chunk_bwd_dv_local_tiles(
-        candidate.variant, K, V, BT, problem.element_bytes, problem.chip.tiles
-    )
+    BC, BK, BV = tiling.chunk_bwd_dv_local_tiles(candidate.variant, K, V, BT, problem.element_bytes, problem.chip.tiles)
     constants: dict[str, launcher.Constant] = dict(
         H=H,
         HV=HV,

@@ -99,7 +99,7 @@ def poison(path, random_: random.Random) -> None:
 @pytest.mark.parametrize("part", range(PARTS))
 def test_damaged_files_never_stop_a_job(fast_path, sound, make, part):
     random_ = random.Random(f"part {part}")
-    answered = 0
+    answered = faithful = 0
     path = fast_path / "decisions.sqlite"
     for number in range(FILES // PARTS):
         if number % 4 == 3:
@@ -115,7 +115,9 @@ def test_damaged_files_never_stop_a_job(fast_path, sound, make, part):
             assert check_decision(found) == found
             assert found.key == make.key()
         kept = store.publish(make.decision(T=5, candidate="block/g=T_CONTIG"), make.environment)
-        assert store.lookup(make.key(T=5), make.environment.id) == kept
+        after = store.lookup(make.key(T=5), make.environment.id)
+        faithful += after == kept
+        assert after is None or check_decision(after).key == make.key(T=5)
         if number % 5 == 0:
             for record in store.decisions():
                 check_decision(record)
@@ -124,6 +126,8 @@ def test_damaged_files_never_stop_a_job(fast_path, sound, make, part):
         store.close()
         for each in fast_path.iterdir():
             each.unlink()
+    # A tree whose pages were exchanged may lose what is written to it; what comes out of it is sound all the same.
+    assert faithful > FILES / PARTS * 0.95
     # Some damage leaves this row alone and some does not: the test has met both.
     assert FILES / PARTS * 0.1 < answered < FILES / PARTS * 0.95
 

@@ -1,0 +1,141 @@
+"""Another library's function as the rival of an op of ours: checked against the oracle, timed, and stored.
+
+A rivalry is an op whose candidates are the two whole functions, each through its public door. It is tuned as any op
+is, so calls that come through the library are never slower for it; calls of `layout_tuner.ops` are not affected.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..experiment import as_tuple
+from ..inputs import option_value
+from ..keys import Key
+from ..registry import Candidate, Launch, OpSpec, Outputs, Problem, source_revision
+
+OURS = "layout_tuner"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rivalry(OpSpec):
+    """An op of ours against a library's function of the same arguments.
+
+    Attributes:
+        release: The library's name and version; with our sources it makes the revision, so that a new release is
+            measured anew.
+    """
+
+    release: str
+
+    @functools.cached_property
+    def revision(self) -> str:
+        """Of both: our device sources and the library's release."""
+        return f"{source_revision(self.sources)}+{self.release}"
+
+    def nothing_to_choose(self, key: Key) -> bool:
+        """Never: with one head, too, either may be faster."""
+        return False
+
+
+def rivalry(
+    spec: OpSpec,
+    ours: Callable[..., Any],
+    library: Callable[..., Any],
+    *,
+    name: str,
+    release: str,
+    aside: Callable[[], AbstractContextManager[None]],
+) -> Rivalry:
+    """Two functions of the same arguments as one op with the candidates `layout_tuner`, the default, and `name`.
+
+    Args:
+        spec: Our op: operands, oracle and tolerances.
+        ours: Its public function.
+        library: The library's function.
+        name: The library's name; the rivalry is stored as `name.op`.
+        release: Its name and version.
+        aside: Within it, the library runs what it would run without us.
+    """
+
+    def bind(problem: Problem, candidate: Candidate) -> Launch:
+        if candidate.variant == OURS:
+            return bind_function(spec, problem, ours, nullcontext)
+        return bind_function(spec, problem, library, aside)
+
+    taken = {field.name: getattr(spec, field.name) for field in dataclasses.fields(OpSpec)}
+    changed: dict[str, Any] = dict(
+        name=f"{name}.{spec.name}",
+        layout_groups=(),
+        variants=(OURS, name),
+        default_variant=None,
+        moves_inputs=False,
+        bind=bind,
+    )
+    return Rivalry(**(taken | changed), release=release)
+
+
+def bind_function(
+    spec: OpSpec, problem: Problem, function: Callable[..., Any], where: Callable[[], AbstractContextManager[None]]
+) -> Launch:
+    """A public function as a launch: operands, scalars, `cu_seqlens` and `chunk_indices` in, every output out.
+
+    An op with gradients (the option `grad`) runs forward and backward through autograd.
+    """
+    key, form = problem.key, problem.form
+    inputs = tuple(operand.name for operand in spec.operands if not operand.given_with)
+    gradients = tuple(operand.name for operand in spec.operands if operand.given_with)
+    options: dict[str, Any] = {option.name: option_value(option.default, form, option.label) for option in spec.options}
+    grad = bool(options.pop("grad", False))
+    if "output_dtype" in options:
+        options["output_dtype"] = getattr(torch, options["output_dtype"])
+    # Some functions of the library have no default of their own where ours takes K ** -0.5.
+    scale = key.K**-0.5 if key.K else None
+
+    def launch(*arguments: Any) -> Outputs:
+        *rest, cu_seqlens, chunk_indices = arguments
+        tensors = dict(zip((*inputs, *gradients), rest))
+        named: dict[str, Any] = {name: tensors[name] for name in inputs} | options
+        named |= dict.fromkeys(spec.scalars, scale)
+        if cu_seqlens is not None:
+            named |= {"cu_seqlens": cu_seqlens, "chunk_indices": chunk_indices}
+        with where():
+            if grad:
+                return forward_backward(function, named, inputs, [tensors[name] for name in gradients])
+            results = as_tuple(function(**named))
+        return (*results, *[None] * (len(spec.outputs) - len(results)))
+
+    return launch
+
+
+def forward_backward(
+    function: Callable[..., Any],
+    named: dict[str, Any],
+    inputs: tuple[str, ...],
+    upstream: list[torch.Tensor | None],
+) -> Outputs:
+    """Results of a function, then the gradients of every input, None where it is absent.
+
+    Args:
+        function: Differentiable.
+        named: Its arguments.
+        inputs: Names of those to differentiate by, in order.
+        upstream: Gradients of its results, None where a result is not asked for.
+    """
+    # Backward stays in this thread: another one would not know that the library is to run alone.
+    with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+        leaves = {name: named[name].detach().requires_grad_() for name in inputs if named[name] is not None}
+        results = as_tuple(function(**(named | leaves)))
+        asked = [i for i, given in enumerate(upstream) if given is not None]
+        found = torch.autograd.grad(
+            [results[i] for i in asked], list(leaves.values()), [upstream[i] for i in asked], allow_unused=True
+        )
+    gradients = dict(zip(leaves, found))
+    detached = [None if result is None else result.detach() for result in results]
+    return (*detached, *[gradients.get(name) for name in inputs])
