@@ -30,6 +30,11 @@ class Forkable:
         """Forgets, in a child, connections that a fork caught open."""
         raise NotImplementedError
 
+    def __del__(self) -> None:
+        # What was dropped without being closed closes here, not whenever its connections happen to be collected.
+        with contextlib.suppress(Exception):
+            self.close()
+
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Around the use of a connection: a fork waits until it is over."""

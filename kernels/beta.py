@@ -28,7 +28,10 @@ def beta_fwd(
     BETA_T_CONTIG: tl.constexpr,
     Y_T_CONTIG: tl.constexpr,
 ):
-    """beta `[B, T, HV]` of any float type, writes y, alike; a task is BT tokens of BH heads, TASKS = B * ROW_BLOCKS * cdiv(HV, BH)."""
+    """beta `[B, T, HV]` of any float type, writes y, alike.
+
+    A task is BT tokens of BH heads; ROW_BLOCKS = cdiv(T, BT), TASKS = B * ROW_BLOCKS * cdiv(HV, BH).
+    """
     head_blocks: tl.constexpr = (HV + BH - 1) // BH
     o_t = tl.arange(0, BT)
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):

@@ -118,9 +118,7 @@ def chunk_scaled_dot_kkt_fwd_tiles(variant: str, K: int, V: int, BT: int, elemen
     return (power_of_two(K, 16, 128 if element_bytes == 2 else 16),)
 
 
-def solve_tril_tiles(
-    variant: str, K: int, V: int, BT: int, element_bytes: int, chip: str
-) -> tuple[int, bool]:
+def solve_tril_tiles(variant: str, K: int, V: int, BT: int, element_bytes: int, chip: str) -> tuple[int, bool]:
     """`(BH, BY_ROWS)` of `solve_tril`: heads of a task, diagonal blocks row by row. `element_bytes` are the output's.
 
     On a GPU a warp works on one head where the products are short ones, else two warps share a head.

@@ -14,9 +14,9 @@ from .common import console, print_json
 
 if TYPE_CHECKING:
     from layout_tuner.cache.bulk import Tally
-    from layout_tuner.cache.file import Store
     from layout_tuner.cache.folder import FolderStore
     from layout_tuner.cache.records import DecisionRecord, KeyRecord
+    from layout_tuner.cache.sql import SqlStore
 
 app = typer.Typer(
     name="cache",
@@ -25,7 +25,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-CacheOption = Annotated[Path | None, typer.Option("--cache", help="File of decisions; default: the user's.")]
+CacheOption = Annotated[
+    str | None, typer.Option("--cache", help="File of decisions, or a server's URL; default: the user's file.")
+]
 ConfigOption = Annotated[Path | None, typer.Option(help="Settings; default: tuner.toml here, if any.")]
 EnvironmentOption = Annotated[str | None, typer.Option(help="Only this environment.")]
 OpOption = Annotated[str | None, typer.Option(help="Only this op.")]
@@ -181,7 +183,7 @@ def prune(
         typer.echo(f"{removed} decisions removed")
 
 
-def examine_cache(cache: Path | None, config: Path | None, json: bool) -> None:
+def examine_cache(cache: str | Path | None, config: Path | None, json: bool) -> None:
     """Print what is wrong or doubtful with a decision file; exit status 1 where something is wrong."""
     from layout_tuner.cache.doctor import examine
 
@@ -198,7 +200,7 @@ def examine_cache(cache: Path | None, config: Path | None, json: bool) -> None:
         raise typer.Exit(1)
 
 
-def _path(cache: Path | None, config: Path | None) -> Path:
+def _path(cache: str | Path | None, config: Path | None) -> Path:
     from layout_tuner.cache.store import default_path
     from layout_tuner.config import Config
 
@@ -206,10 +208,13 @@ def _path(cache: Path | None, config: Path | None) -> Path:
     return Path(stated) if stated else default_path()
 
 
-def _store(cache: Path | None, config: Path | None) -> AbstractContextManager[Store | FolderStore]:
+def _store(cache: str | None, config: Path | None) -> AbstractContextManager[SqlStore | FolderStore]:
     """The store, whose trouble is this command's: it has no use for memory in its place."""
+    from layout_tuner.cache.server import ServerStore
     from layout_tuner.cache.store import open_path
 
+    if cache is not None and "://" in cache:
+        return closing(ServerStore(cache))
     return closing(open_path(_path(cache, config)))
 
 

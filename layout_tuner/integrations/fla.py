@@ -37,6 +37,7 @@ import torch
 
 from .. import device as devices
 from .. import ops, registry, router
+from ..environment import environment
 from ..errors import ConfigError
 from ..keys import Key, bucketed
 from ..ops.local_cumsum import output_dtype_name
@@ -298,7 +299,7 @@ class Takeover:
             choice = made.choose(rival, against, device)
         else:
             against = bucketed(against, made.config.keys.bucket)
-            known = made.choices.get((against, router.environment(device).id))
+            known = made.choices.get((against, environment(device).id))
             found = known or made.stored(rival, against, device)
             if found is None:
                 return Verdict(True), True

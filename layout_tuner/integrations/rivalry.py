@@ -132,10 +132,11 @@ def forward_backward(
     with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
         leaves = {name: named[name].detach().requires_grad_() for name in inputs if named[name] is not None}
         results = as_tuple(function(**(named | leaves)))
-        asked = [i for i, given in enumerate(upstream) if given is not None]
-        found = torch.autograd.grad(
-            [results[i] for i in asked], list(leaves.values()), [upstream[i] for i in asked], allow_unused=True
-        )
+        asked = [
+            (result, given) for result, given in zip(results, upstream) if result is not None and given is not None
+        ]
+        ends, starts = [result for result, _ in asked], [given for _, given in asked]
+        found = torch.autograd.grad(ends, list(leaves.values()), starts, allow_unused=True)
     gradients = dict(zip(leaves, found))
     detached = [None if result is None else result.detach() for result in results]
     return (*detached, *[gradients.get(name) for name in inputs])

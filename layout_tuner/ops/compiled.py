@@ -29,7 +29,7 @@ from ..packing import prepare_chunk_indices, stand_in
 from ..prepare import present
 from ..registry import Call, Candidate, Launch, OpSpec, Problem, Value
 from . import dv_local, gated_delta_rule
-from .gated_delta_rule import Chain, Saved
+from .gated_delta_rule import Chain, Inputs, Saved
 
 Facts = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 
@@ -37,6 +37,7 @@ Facts = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 SOURCES = {**{name: name for name in INPUTS}, "raw_g": "g"}
 IN_LAYOUT = ("g", "beta")
+PARAMETERS = ("dA_log", "ddt_bias")
 
 
 # -- the decision, while tracing -------------------------------------------------------------------------------
@@ -347,7 +348,7 @@ def chain_op(
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     with torch.autocast(q.device.type, enabled=False), devices.guard(what.device):
         chunks = what.chunks(cu_seqlens, chunk_indices, cu_seqlens_cpu)
-        o, final_state, saved = chain.forward(*arranged(what, inputs), scale, cu_seqlens, chunks)
+        o, final_state, saved = chain.forward(Inputs._make(arranged(what, inputs)), scale, cu_seqlens, chunks)
         results = [o, q.new_empty(0) if final_state is None else final_state]
         return [*results, *kept(chain, saved, inputs)] if chain.grad else results
 
@@ -372,7 +373,7 @@ def _(
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     chunks = what.assumed_chunks(cu_seqlens)
     with launcher.recording():
-        o, final_state, saved = chain.forward(*arranged(what, inputs), scale, cu_seqlens, chunks)
+        o, final_state, saved = chain.forward(Inputs._make(arranged(what, inputs)), scale, cu_seqlens, chunks)
         results = [o, q.new_empty(0) if final_state is None else final_state]
         return [*results, *kept(chain, saved, inputs)] if chain.grad else results
 
@@ -426,11 +427,17 @@ def gradients(
 ) -> list[Tensor]:
     """The chain's backward on what an operator was handed."""
     _, chain = chain_of(said)
-    named: dict[str, Any] = dict(zip(Saved._fields, saved))
-    back = Saved(**{name: None if x is None else turned(chain, name, x) for name, x in named.items()})
+    fields: dict[str, Any] = {
+        name: None if x is None else turned(chain, name, x) for name, x in zip(Saved._fields, saved)
+    }
+    back = Saved(**fields)
     output = torch.zeros_like(back.v) if do is None else do
     found = chain.backward(back, output, dht, wanted, scale, cu_seqlens, chunks)
-    return [back.q.new_empty(0) if gradient is None else gradient for gradient in found]
+    return [
+        # The gradients of the gate's parameters are rows of one tensor, which an operator may not return.
+        back.q.new_empty(0) if gradient is None else gradient.clone() if name in PARAMETERS else gradient
+        for name, gradient in zip(found._fields, found)
+    ]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

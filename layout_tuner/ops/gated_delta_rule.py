@@ -14,20 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from layout_tuner.kernels import beta as beta_kernels
-from layout_tuner.kernels import l2norm as l2norm_kernels
-from layout_tuner.kernels import tiling
-
-from .. import launcher, layouts, reference, registry, router
+from .. import layouts, reference, registry, router
 from ..errors import UnsupportedProblemError
 from ..keys import form_text
 from ..layouts import Layout, LayoutPlan
 from ..packing import prepare_chunk_indices
 from ..registry import Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
+from .activations import BetaGate, RowNorm
 
 RCP_LN2 = 1.4426950408889634
-L2NORM_EPS = 1e-6
-BETA_TOKENS = 64
 
 Tensor = torch.Tensor
 
@@ -117,7 +112,7 @@ def chunk_gated_delta_rule(
     )
     call = _Call(options=options, scale=scale, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices)
     if grad:
-        o, final_state = _Function.apply(call, *tensors)
+        o, final_state = _Function.apply(call, *tensors)  # type: ignore[no-untyped-call]
         return o, final_state
     (o, final_state), _ = _forward(call, tensors)
     return o, final_state
@@ -153,6 +148,19 @@ class _Call:
     scale: float | None
     cu_seqlens: Tensor | None
     chunk_indices: Tensor | None
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call, as the kernels take them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    beta: Tensor
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    initial_state: Tensor | None
 
 
 class Saved(NamedTuple):
@@ -195,7 +203,8 @@ def _forward(call: _Call, tensors: Sequence[Tensor | None]) -> tuple[tuple[Tenso
         assert isinstance(chain, Chain)
         arranged = prepared.arrange(operands)[:-2] if prepared.contiguous or prepared.moves else tensors
         with prepared.on_device():
-            o, final_state, saved = chain.forward(*arranged, call.scale, call.cu_seqlens, call.chunk_indices)
+            inputs = Inputs._make(arranged)
+            o, final_state, saved = chain.forward(inputs, call.scale, call.cu_seqlens, call.chunk_indices)
         return (o, final_state), (chain, saved)
 
     if prepared.proven:
@@ -261,9 +270,7 @@ class Chain:
         form = problem.form
         self.problem, self.layout, self.BT = problem, layout, problem.BT
         self.grad, self.gated = form.flag("grad"), problem.has("g")
-        self.l2norm, self.fused_gate = form.flag("use_qk_l2norm_in_kernel"), form.flag("use_gate_in_kernel")
-        self.sigmoid = form.flag("use_beta_sigmoid_in_kernel")
-        self.beta_range = 2.0 if form.flag("allow_neg_eigval") else 1.0
+        self.fused_gate = form.flag("use_gate_in_kernel")
         output_final_state, state_v_first = form.flag("output_final_state"), form.flag("state_v_first")
         state_dtype = form.entries.get("initial_state", "")
         state = {"initial_state": state_dtype} if state_dtype else {}
@@ -301,9 +308,8 @@ class Chain:
                 plan = LayoutPlan.of({"g": self.raw_layout, "dyg": layout, "dg": Layout.STRIDE_HV})
                 raw["dyg"] = f"float32@{layout.value}"
                 self.gate_bwd = self._stage("gdn_gate_bwd", {**raw, **bias}, plan, raw_dtype)
-        self._bind_beta()
-        if self.l2norm:
-            self._bind_l2norm()
+        self.beta_gate = BetaGate(problem, layout)
+        self.row_norm = RowNorm(problem) if form.flag("use_qk_l2norm_in_kernel") else None
 
     def _stage(
         self, op: str, entries: dict[str, str], plan: LayoutPlan | None = None, dtype: str | None = None
@@ -328,108 +334,34 @@ class Chain:
         candidate = Candidate(variant=variant, plan=plan, revision=spec.revision)
         return spec.bind(Problem(key=stage, chip=self.problem.chip), candidate)
 
-    def _bind_l2norm(self) -> None:
-        key, chip = self.problem.key, self.problem.chip
-        BR, BK = tiling.l2norm_tiles(key.K, chip.tiles)
-        constants: dict[str, launcher.Constant] = dict(H=key.H, K=key.K, BR=BR, BK=BK, IS_VARLEN=key.varlen)
-        self._l2norm_fwd = launcher.bind(l2norm_kernels.l2norm_fwd, **constants)
-        self._l2norm_bwd = launcher.bind(l2norm_kernels.l2norm_bwd, **constants)
-        self._l2norm_rows = BR
-
-    def _normalise(self, x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Rows of length 1, and the reciprocal of what they were divided by."""
-        y, rstd = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
-        tasks, N = self._row_blocks(rstd, cu_seqlens)
-        grid = min(tasks, self.problem.chip.vector_programs)
-        self._l2norm_fwd(grid, x, y, rstd, cu_seqlens, L2NORM_EPS, N, rstd.numel(), tasks)
-        return y, rstd
-
-    def _normalise_bwd(self, y: Tensor, rstd: Tensor, dy: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """The gradient through `_normalise`."""
-        dx = torch.empty_like(y)
-        tasks, N = self._row_blocks(rstd, cu_seqlens)
-        grid = min(tasks, self.problem.chip.vector_programs)
-        self._l2norm_bwd(grid, y, rstd, dy, dx, cu_seqlens, N, rstd.numel(), tasks)
-        return dx
-
-    def _row_blocks(self, rstd: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int]:
-        return -(-rstd.numel() // self._l2norm_rows), 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-
-    def _bind_beta(self) -> None:
-        key, chip, t_contig = self.problem.key, self.problem.chip, self.layout is Layout.T_CONTIG
-        self.beta_layout = layouts.as_read(self.problem.form.arrival("beta") or Layout.STRIDE_HV)
-        BH = tiling.head_block(key.HV, chip.tiles)
-        constants: dict[str, launcher.Constant] = dict(
-            HV=key.HV, BT=BETA_TOKENS, BH=BH, RANGE=self.beta_range, USE_SIGMOID=self.sigmoid, Y_T_CONTIG=t_contig
-        )
-        arrives_t_contig = self.beta_layout is Layout.T_CONTIG
-        self._beta_fwd = launcher.bind(beta_kernels.beta_fwd, BETA_T_CONTIG=arrives_t_contig, **constants)
-        self._beta_bwd = launcher.bind(
-            beta_kernels.beta_bwd, DY_T_CONTIG=t_contig, DBETA_T_CONTIG=False, **constants
-        )
-        self._head_blocks = -(-key.HV // BH)
-
-    def _beta_tasks(self, beta: Tensor) -> tuple[int, int]:
-        """Blocks of tokens in a row, and tasks of the two kernels of beta."""
-        row_blocks = -(-beta.shape[1] // BETA_TOKENS)
-        return row_blocks, beta.shape[0] * row_blocks * self._head_blocks
-
-    def _beta(self, beta: Tensor) -> Tensor:
-        """beta as the stages read it: through its sigmoid where asked for, in the chain's layout."""
-        if not self.sigmoid and not layouts.must_move(beta, self.layout):
-            return beta
-        B, T, HV = beta.shape
-        y = layouts.empty((B, T, HV), self.layout, torch.float32, beta.device)
-        row_blocks, tasks = self._beta_tasks(beta)
-        self._beta_fwd(min(tasks, self.problem.chip.vector_programs), beta, y, T, row_blocks, tasks)
-        return y
-
-    def _beta_gradient(self, y: Tensor, dy: Tensor) -> Tensor:
-        """The gradient of the caller's beta, row-major: through the sigmoid where the op applied it."""
-        if not self.sigmoid and not layouts.must_move(dy, Layout.STRIDE_HV):
-            return dy
-        B, T, HV = dy.shape
-        dbeta = layouts.empty((B, T, HV), Layout.STRIDE_HV, torch.float32, dy.device)
-        row_blocks, tasks = self._beta_tasks(dy)
-        self._beta_bwd(min(tasks, self.problem.chip.vector_programs), y, dy, dbeta, T, row_blocks, tasks)
-        return dbeta
-
     def forward(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor | None,
-        beta: Tensor,
-        A_log: Tensor | None,
-        dt_bias: Tensor | None,
-        initial_state: Tensor | None,
+        inputs: Inputs,
         scale: float | None,
         cu_seqlens: Tensor | None,
         chunk_indices: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Saved]:
         """Output, final state, and what the backward needs."""
+        q, k, v, g, beta, A_log, dt_bias, initial_state = inputs
         if cu_seqlens is not None and chunk_indices is None:
             chunk_indices = prepare_chunk_indices(cu_seqlens, self.BT)
         packed = (cu_seqlens, chunk_indices)
         q_rstd = k_rstd = raw_g = None
-        if self.l2norm:
-            q, q_rstd = self._normalise(q, cu_seqlens)
-            k, k_rstd = self._normalise(k, cu_seqlens)
+        if self.row_norm is not None:
+            q, q_rstd = self.row_norm.forward(q, cu_seqlens)
+            k, k_rstd = self.row_norm.forward(k, cu_seqlens)
         G = g
         if self.fused_gate:
             raw_g = g
             (G,) = self.sum_gate(g, A_log, dt_bias, RCP_LN2, *packed)
         elif self.gated:
             (G,) = self.sum_gate(g, RCP_LN2, *packed)
-        strength = self._beta(beta)
+        strength = self.beta_gate.forward(beta)
         w, u, A = self.intra(k, v, G, strength, *packed)
         h, v_new, final_state = self.fwd_h(k, w, u, G, None, initial_state, *packed)
         del w, u
         (o,) = self.fwd_o(q, k, v_new, h, G, None, scale, *packed)
-        saved = Saved(
-            q, k, v, G, strength, present(A), initial_state, q_rstd, k_rstd, raw_g, A_log, dt_bias
-        )
+        saved = Saved(q, k, v, G, strength, present(A), initial_state, q_rstd, k_rstd, raw_g, A_log, dt_bias)
         return present(o), final_state, saved
 
     def backward(
@@ -476,12 +408,13 @@ class Chain:
             if dG is not None:
                 dG.add_(present(dG_wy))
         del dw, du
-        if self.l2norm:
-            dq = self._normalise_bwd(q, present(saved.q_rstd), present(dq), cu_seqlens) if wants_q else None
-            dk = self._normalise_bwd(k, present(saved.k_rstd), present(dk), cu_seqlens) if wants_k else None
+        if self.row_norm is not None:
+            norm = self.row_norm
+            dq = norm.backward(q, present(saved.q_rstd), present(dq), cu_seqlens) if wants_q else None
+            dk = norm.backward(k, present(saved.k_rstd), present(dk), cu_seqlens) if wants_k else None
         dg, dA_log, ddt_bias = self._gate_gradients(saved, dG, wants_g, wants_A or wants_bias, packed)
         if wants_beta:
-            dbeta = self._beta_gradient(beta, present(dbeta))
+            dbeta = self.beta_gate.backward(beta, present(dbeta))
         return Gradients(
             dq if wants_q else None,
             dk if wants_k else None,
@@ -513,8 +446,9 @@ class Chain:
 
     def __call__(self, *arguments: Any) -> tuple[Tensor | None, ...]:
         """Forward and, with `grad`, backward, as the tuner runs it: the operands with do and dht, then the rest."""
-        *inputs, do, dht, scale, cu_seqlens, chunk_indices = arguments
-        o, final_state, saved = self.forward(*inputs, scale, cu_seqlens, chunk_indices)
+        *given, do, dht, scale, cu_seqlens, chunk_indices = arguments
+        inputs = Inputs._make(given)
+        o, final_state, saved = self.forward(inputs, scale, cu_seqlens, chunk_indices)
         if not self.grad:
             return (o, final_state, *[None] * len(Gradients._fields))
         wanted = [tensor is not None for tensor in inputs]
@@ -530,7 +464,7 @@ def _reference(
     do: Tensor | None, dht: Tensor | None, grad: bool, A_log: Tensor | None, dt_bias: Tensor | None, **named: Any
 ) -> tuple[Tensor | None, ...]:
     """Output, final state and every gradient, from the oracles of the stages."""
-    gate = {"A_log": A_log, "dt_bias": dt_bias}
+    gate: dict[str, Any] = {"A_log": A_log, "dt_bias": dt_bias}
     o, final_state = reference.chunk_gated_delta_rule(**named, **gate)
     if not grad or do is None:
         return (o, final_state, *[None] * len(Gradients._fields))

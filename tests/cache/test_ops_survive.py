@@ -1,6 +1,7 @@
 """Whatever lies where the decisions should be, an op returns right numbers."""
 
 import contextlib
+import dataclasses
 import os
 import random
 import sqlite3
@@ -32,7 +33,6 @@ class Files:
             patched.setattr(Store, "evidence", spying)
             self.call()
         self.key, self.environment = asked[0]
-        fields = {name: getattr(self.key, name) for name in type(self.key).__dataclass_fields__ if name[0] != "_"}
         sound = path.with_name("sound.sqlite")
         with contextlib.closing(Store(sound)) as store:
             for revision in ("r1", "r2"):
@@ -42,11 +42,7 @@ class Files:
                         candidate="full/g=T_CONTIG",
                         revision=revision,
                         host=revision,
-                        **{
-                            name: getattr(self.key, name)
-                            for name in type(self.key).__dataclass_fields__
-                            if name[0] != "_"
-                        },
+                        **dataclasses.asdict(self.key),
                     ),
                     EnvironmentRecord(id=self.environment),
                 )

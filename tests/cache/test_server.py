@@ -13,11 +13,13 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 from layout_tuner.cache.faults import Fault, StoreError
 from layout_tuner.cache.file import Store
 from layout_tuner.cache.layers import open_layers
 from layout_tuner.cache.records import EnvironmentRecord
 from layout_tuner.cache.share import differences, export_file, import_file, prune
+from layout_tuner.cli import cache
 
 pytest.importorskip("psycopg")
 from layout_tuner.cache.server import ServerStore
@@ -158,6 +160,7 @@ store.close()
         assert sum(miss.count for miss in store.misses()) == 160
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_forks_do_not_share_a_connection(store, make):
     store.publish(make.decision(), make.environment)
     child = os.fork() if threading.active_count() == 1 else None
@@ -251,6 +254,17 @@ def test_a_second_host_finds_what_the_first_measured(url, tmp_path, make):
     assert alone.resolve(make.key(), (make.environment.id,)).record.host == "first"
     assert alone.environments() == [EnvironmentRecord(id=make.environment.id, facts=make.environment.facts)]
     alone.close()
+
+
+def test_the_command_brings_a_file_to_a_server(url, path, tmp_path, make, opened):
+    file = opened(path)
+    file.publish(make.decision(), make.environment)
+    done = CliRunner().invoke(cache.app, ["import", str(path), "--cache", url])
+    assert "1 added" in done.output
+    done = CliRunner().invoke(cache.app, ["export", str(tmp_path / "out.sqlite"), "--cache", url])
+    assert "1 decisions" in done.output
+    with contextlib.closing(Store(tmp_path / "out.sqlite", immutable=True)) as out:
+        assert list(out.decisions()) == list(file.decisions())
 
 
 def test_without_the_driver_the_file_serves(tmp_path, make, monkeypatch, caplog):
