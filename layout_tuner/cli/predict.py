@@ -59,7 +59,7 @@ def predict_shapes(
     with compiling(chip, config) as (compiler, progress, timeout_s):
         reports = compile_candidates(cases, compiler, progress, timeout_s)
         version = compiler.version
-    rows = []
+    rows: list[tuple[Key, list[CandidateReport], DecisionRecord | None]] = []
     store = open_store(cache or settings.cache.path or None)
     try:
         for spec, key in open_keys:

@@ -13,7 +13,7 @@ from layout_tuner.ascend.execution import NativeRunner
 from layout_tuner.experiment import Experiment
 from layout_tuner.keys import Key
 
-pytestmark = pytest.mark.ascend
+pytestmark = [pytest.mark.ascend, pytest.mark.nightly]
 
 assert ops, "importing the ops registers them"
 OPS = registry.names()

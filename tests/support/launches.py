@@ -16,6 +16,11 @@ from triton.runtime.driver import driver
 from layout_tuner import direct
 
 STREAM = 77
+# Of `chunk_bwd_dv_local_full`.
+CONSTANTS: dict[str, Any] = dict(
+    H=2, HV=4, K=16, V=16, BT=16, BK=16, BV=16, USE_G=True, USE_G_GAMMA=False, USE_A=False, G_T_CONTIG=False,
+    IS_VARLEN=False, DOT_PRECISION="ieee",
+)  # fmt: skip
 
 
 @dataclass
