@@ -37,8 +37,8 @@ class GatedDeltaNet(nn.Module):
         self.heads, self.value_heads, self.head_dim = heads, value_heads, head_dim
         self.qkv = nn.Linear(width, (2 * heads + value_heads) * head_dim, bias=False)
         self.gates = nn.Linear(width, 2 * value_heads)
-        self.A_log = nn.Parameter(torch.rand(value_heads))
-        self.dt_bias = nn.Parameter(torch.rand(value_heads))
+        self.A_log = nn.Parameter(torch.empty(value_heads).uniform_(1, 16).log())
+        self.dt_bias = nn.Parameter(torch.full((value_heads,), -4.0))
         self.norm = nn.RMSNorm(head_dim)
         self.out = nn.Linear(value_heads * head_dim, width, bias=False)
 

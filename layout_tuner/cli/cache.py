@@ -14,9 +14,10 @@ from .common import console, print_json
 
 if TYPE_CHECKING:
     from layout_tuner.cache.bulk import Tally
+    from layout_tuner.cache.file import Store
     from layout_tuner.cache.folder import FolderStore
     from layout_tuner.cache.records import DecisionRecord, KeyRecord
-    from layout_tuner.cache.sql import SqlStore
+    from layout_tuner.cache.server import ServerStore
 
 app = typer.Typer(
     name="cache",
@@ -208,7 +209,7 @@ def _path(cache: str | Path | None, config: Path | None) -> Path:
     return Path(stated) if stated else default_path()
 
 
-def _store(cache: str | None, config: Path | None) -> AbstractContextManager[SqlStore | FolderStore]:
+def _store(cache: str | None, config: Path | None) -> AbstractContextManager[Store | FolderStore | ServerStore]:
     """The store, whose trouble is this command's: it has no use for memory in its place."""
     from layout_tuner.cache.server import ServerStore
     from layout_tuner.cache.store import open_path

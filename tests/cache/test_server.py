@@ -13,12 +13,13 @@ import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 from layout_tuner.cache.faults import Fault, StoreError
 from layout_tuner.cache.file import Store
 from layout_tuner.cache.layers import open_layers
 from layout_tuner.cache.records import EnvironmentRecord
 from layout_tuner.cache.share import differences, export_file, import_file, prune
+from typer.testing import CliRunner
+
 from layout_tuner.cli import cache
 
 pytest.importorskip("psycopg")
