@@ -127,6 +127,8 @@ class Database(Forkable):
         while True:
             try:
                 with self.entered(), contextlib.closing(self._open()) as connection:
+                    # With the default of 2 MiB, pages of the indices are written out and read back again and again.
+                    connection.execute("PRAGMA cache_size = -65536")
                     connection.execute("ATTACH DATABASE ? AS source", (f"{other.absolute().as_uri()}?{options}",))
                     connection.execute("BEGIN IMMEDIATE")
                     result = work(connection)

@@ -440,6 +440,7 @@ def installed() -> bool:
     )
 
 
+@functools.cache
 def installed_release() -> str | None:
     """The library's version; None where no distribution says."""
     for name in ("fla-core", "flash-linear-attention"):
