@@ -10,6 +10,7 @@ relayout costs no pass of its own.
 import triton
 import triton.language as tl
 
+from .gate import sigmoid
 from .local_cumsum import load_head_block, store_head_block
 
 
@@ -40,7 +41,7 @@ def beta_fwd(
         first = i_task // head_blocks % ROW_BLOCKS * BT
         b_y = load_head_block(beta, i_b, i_b * T, first, T, o_t, o_h, T, HV, BETA_T_CONTIG)
         if USE_SIGMOID:
-            b_y = RANGE / (1.0 + tl.exp(-b_y))
+            b_y = RANGE * sigmoid(b_y)
         store_head_block(y, b_y, i_b, i_b * T, first, T, o_t, o_h, T, HV, Y_T_CONTIG)
 
 

@@ -17,6 +17,13 @@ from .time_axis import clear_outside_time_axis, locate_chunk
 
 
 @triton.jit
+def sigmoid(b_x):
+    """1 / (1 + exp(-x)), without overflow where x is far below 0."""
+    b_e = tl.exp(-tl.abs(b_x))
+    return tl.where(b_x >= 0.0, 1.0, b_e) / (1.0 + b_e)
+
+
+@triton.jit
 def _softplus(b_x):
     """log(1 + exp(x)), accurate relative to itself also where exp(x) vanishes beside 1."""
     b_e = tl.exp(tl.minimum(b_x, 20.0))
@@ -102,7 +109,7 @@ def gdn_gate_bwd(
             if USE_DT_BIAS:
                 b_x += tl.load(dt_bias + o_h, mask=m_h, other=0.0).to(tl.float32)[:, None]
             b_dgate = load_head_block(dgate, i_b, i_b * T, first, T, o_t, o_h, T, HV, DGATE_T_CONTIG)
-            b_dg = b_dgate * b_rate[:, None] / (1.0 + tl.exp(-b_x))
+            b_dg = b_dgate * b_rate[:, None] * sigmoid(b_x)
             store_head_block(dg, b_dg, i_b, i_b * T, first, T, o_t, o_h, T, HV, DG_T_CONTIG)
             b_dA += b_dgate * b_rate[:, None] * _softplus(b_x)
             b_dbias += b_dg

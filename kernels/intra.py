@@ -55,11 +55,13 @@ def _diagonal_block(
     b_kk,
     b_beta,
     b_g,
+    m_row,
     USE_G: tl.constexpr,
 ):
     """A block of M on the diagonal."""
     o_c = tl.arange(0, 16)
-    m_M = (o_c[:, None] > o_c[None, :])[None, :, :]
+    # A row past the end has no gate of its own, as in `_block`.
+    m_M = (m_row[:, None] & (o_c[:, None] > o_c[None, :]))[None, :, :]
     b_M = b_kk * b_beta[:, :, None]
     if USE_G:
         b_M *= tl.exp2(tl.where(m_M, b_g[:, :, None] - b_g[:, None, :], 0.0))
@@ -147,22 +149,22 @@ def kkt_solve(
             if USE_G:
                 b_g = load_head_block(g, i_b, bos, first_row, length, o_c, o_h, T, HV, G_T_CONTIG)
             if i == 0:
-                b_00 = _diagonal_block(b_00, b_beta, b_g, USE_G)
+                b_00 = _diagonal_block(b_00, b_beta, b_g, m_row, USE_G)
                 b_g0 = b_g
             if i == 1:
                 b_10 = _block(b_10, b_beta, b_g, b_g0, m_row, USE_G)
-                b_11 = _diagonal_block(b_11, b_beta, b_g, USE_G)
+                b_11 = _diagonal_block(b_11, b_beta, b_g, m_row, USE_G)
                 b_g1 = b_g
             if i == 2:
                 b_20 = _block(b_20, b_beta, b_g, b_g0, m_row, USE_G)
                 b_21 = _block(b_21, b_beta, b_g, b_g1, m_row, USE_G)
-                b_22 = _diagonal_block(b_22, b_beta, b_g, USE_G)
+                b_22 = _diagonal_block(b_22, b_beta, b_g, m_row, USE_G)
                 b_g2 = b_g
             if i == 3:
                 b_30 = _block(b_30, b_beta, b_g, b_g0, m_row, USE_G)
                 b_31 = _block(b_31, b_beta, b_g, b_g1, m_row, USE_G)
                 b_32 = _block(b_32, b_beta, b_g, b_g2, m_row, USE_G)
-                b_33 = _diagonal_block(b_33, b_beta, b_g, USE_G)
+                b_33 = _diagonal_block(b_33, b_beta, b_g, m_row, USE_G)
 
         solve_blocks(
             A + first * (HV * BT),

@@ -98,6 +98,8 @@ def chunk_scaled_dot_kkt_fwd(
             if USE_G:
                 p_g = g + time_axis_offset(i_b, bos, i_v, T, HV, G_T_CONTIG) + i_t * BT * g_stride
                 b_g = tl.load(p_g + o_t * g_stride, mask=m_t, other=0.0).to(tl.float32)
-            b_M = decayed(b_kk, b_beta, b_g, b_g, o_t[:, None] > o_t[None, :], USE_G)
+            # A row past the end has no gate of its own, and the difference could overflow.
+            m_M = m_t[:, None] & (o_t[:, None] > o_t[None, :])
+            b_M = decayed(b_kk, b_beta, b_g, b_g, m_M, USE_G)
             p_A = A + (first * HV + i_v) * BT + o_t[:, None] * (HV * BT) + o_t[None, :]
             tl.store(p_A, b_M.to(A.dtype.element_ty), mask=m_t[:, None])

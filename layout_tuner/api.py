@@ -39,6 +39,7 @@ class Enabled:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         router.remove(self._ticket)
+        self._router.close()  # it opens again where it is still used, as in a backward outside the scope
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Route only inside calls of `function`: the entry is removed here and pushed around each call."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from .errors import REFUSAL, REFUSED, ConfigError
 
@@ -35,6 +35,7 @@ class Tuning(Section):
     on_miss: Policy = "auto"
     min_gain: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.02
     budget_s: Annotated[float, Field(gt=0.0)] = 120.0
+    pin: str = ""
 
 
 class Measure(Section):
@@ -58,6 +59,14 @@ class Cache(Section):
     """Where decisions are kept."""
 
     path: str = ""
+    shared: tuple[str, ...] = ()
+    url: str = ""
+
+    @field_validator("shared", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        """An environment variable lists files as a search path does."""
+        return [part for part in value.split(os.pathsep) if part] if isinstance(value, str) else value
 
 
 class Ascend(Section):

@@ -21,14 +21,13 @@ from typing import Literal
 
 import torch
 
-from layout_tuner.cache.interface import DecisionStore
-from layout_tuner.cache.records import DecisionRecord
-from layout_tuner.cache.store import open_store
+from layout_tuner.cache.layers import LayeredStore, open_layers
+from layout_tuner.cache.records import MAX_REASON, DecisionRecord, MeasurementRecord, MissRecord
 
 from . import device as devices
 from .config import Config
 from .decisions import key_record, outcome_record
-from .environment import environment
+from .environment import PREDICTED, environment
 from .errors import CacheError, LayoutTunerError, TuningError
 from .experiment import Experiment
 from .fitting import Fits, Signature, fitting, signature
@@ -37,7 +36,7 @@ from .layouts import Layout
 from .measure import EventTimer, HostTimer, Timer
 from .prepare import Prepared
 from .registry import Call, Candidate, OpSpec, Outputs, Problem, Value
-from .tuner import Outcome, first_line, tune
+from .tuner import Outcome, classify, first_line, tune
 
 log = logging.getLogger(__name__)
 
@@ -54,11 +53,13 @@ class Choice:
         candidate: What to run.
         source: `pinned`, `forced`, `measured`, `imported`, `predicted` or `default`.
         frozen: Whether the process keeps it; a default taken because tuning was not possible just now is not kept.
+        record: The stored decision it follows, if any.
     """
 
     candidate: Candidate
     source: str
     frozen: bool = True
+    record: DecisionRecord | None = None
 
 
 class Known:
@@ -127,7 +128,7 @@ class Router:
         self.variants: dict[tuple[Key, str], str | None] = {}
         self.choices: dict[tuple[Key, str], Choice] = {}
         self._lock = threading.RLock()
-        self._store: DecisionStore | None = None
+        self._store: LayeredStore | None = None
         self._full: set[str] = set()
         _routers.add(self)
 
@@ -159,13 +160,30 @@ class Router:
         if failed.candidate == default:
             raise error
         log.warning("%s: %s failed (%s): running %s", key, failed.candidate.id, first_line(error), default.id)
-        choice = Choice(candidate=default, source="default")
-        self.choices[bucketed(key, self.config.keys.bucket), environment(device).id] = choice
+        place = (bucketed(key, self.config.keys.bucket), environment(device).id)
+        held = self.choices.get(place)
+        if held is not None and held.record is not None:
+            self.quarantine(held.record, error)
+        self.choices[place] = Choice(candidate=default, source="default")
         prepared = self.prepare(spec, key, device, default, call)
         self.prepared.last.pop(spec, None)
         self.prepared.by_shape.clear()
         self.remember(signature, prepared)
         return prepared
+
+    def quarantine(self, record: DecisionRecord, error: Exception) -> None:
+        """Store that a decision's winner failed, so that it is not used again while that is believed."""
+        failure = MeasurementRecord(
+            candidate=record.candidate,
+            revision=record.revision,
+            state="failed",
+            failure=classify(error),
+            reason=first_line(error)[:MAX_REASON],
+        )
+        try:
+            self.store.quarantine(record, failure)
+        except (CacheError, OSError) as trouble:  # a cache never fails an op
+            log.warning("cache: %s", trouble)
 
     def prepare(self, spec: OpSpec, key: Key, device: torch.device, candidate: Candidate, call: Call) -> Prepared:
         """A candidate bound for a call; calls of packed batches that differ in their length only share one."""
@@ -279,19 +297,22 @@ class Router:
         if found is None:
             return None
         candidate = next(candidate for candidate in spec.candidates(key) if candidate.id == found.candidate)
-        return Choice(candidate=candidate, source=found.source)
+        return Choice(candidate=candidate, source=found.source, record=found)
 
     def stored_decision(self, spec: OpSpec, key: Key, device: torch.device) -> DecisionRecord | None:
         """The cache's decision for a key, where its candidate still exists as it was measured."""
+        alive = {candidate.id: candidate.revision for candidate in spec.candidates(key)}
+        environments = [environment(device).id]
+        if device.type == "npu":  # what the compiler's counts say serves until something is measured
+            environments.append(PREDICTED + devices.chip(device).name)
         try:
-            found = self.store.lookup(key_record(key), environment(device).id)
+            found = self.store.resolve(key_record(key), environments, known=alive)
         except (CacheError, OSError) as error:  # a cache never fails an op
             log.warning("cache: %s", error)
             return None
-        if found is None:
+        if found is None or alive[found.record.candidate] != found.record.revision:
             return None
-        alive = {(candidate.id, candidate.revision) for candidate in spec.candidates(key)}
-        return found if (found.candidate, found.revision) in alive else None
+        return found.record
 
     def missed(
         self, spec: OpSpec, key: Key, device: torch.device, default: Candidate, *, tracing: bool = False
@@ -301,11 +322,15 @@ class Router:
         if policy == "error":
             raise TuningError(f"{key}: no decision in {self.store.name}, and on_miss is 'error'")
         if policy == "default":
+            self.record_miss(key, device, "on_miss is 'default'")
             return Choice(candidate=default, source="default")
         if tracing or devices.capturing(device):
+            if not tracing:
+                self.record_miss(key, device, "a graph was being captured")
             log.warning("%s: a graph is being captured or traced: running %s untuned", key, default.id)
             return Choice(candidate=default, source="default", frozen=False)
         if self.too_many(spec):
+            self.record_miss(key, device, "[keys] max_keys")
             return Choice(candidate=default, source="default")
         try:
             outcome = self.tune(spec, key, device)
@@ -318,6 +343,14 @@ class Router:
             return Choice(candidate=default, source="default", frozen=False)
         winner = next(candidate for candidate in spec.candidates(key) if candidate.id == outcome.winner)
         return Choice(candidate=winner, source="measured")
+
+    def record_miss(self, key: Key, device: torch.device, reason: str) -> None:
+        """Remember that a key had no decision; once for each key and process, as the choice is frozen."""
+        miss = MissRecord(key=key_record(key), environment=environment(device).id, reason=reason)
+        try:
+            self.store.record_misses([miss])
+        except (CacheError, OSError) as error:  # a cache never fails an op
+            log.warning("cache: %s", error)
 
     def too_many(self, spec: OpSpec) -> bool:
         """Whether an op has as many keys as may be tuned; said once."""
@@ -371,11 +404,17 @@ class Router:
         return outcome
 
     @property
-    def store(self) -> DecisionStore:
+    def store(self) -> LayeredStore:
         """Where decisions are kept; opened when first asked for."""
         with self._lock:
             if self._store is None:
-                self._store = open_store(self.config.cache.path or None)
+                settings = self.config.cache
+                self._store = open_layers(
+                    settings.path or None,
+                    shared=settings.shared,
+                    url=settings.url or None,
+                    pin=self.config.tuning.pin or None,
+                )
             return self._store
 
     def close(self) -> None:

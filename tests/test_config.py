@@ -30,7 +30,7 @@ def refusal(text: str, folder: Path) -> str:
 
 def test_the_commented_file_holds_every_default() -> None:
     written = tomllib.loads((ROOT / "tuner.toml").read_text())
-    defaults = Config().model_dump()
+    defaults = Config().model_dump(mode="json")
     assert written == defaults
     assert [(section, list(settings)) for section, settings in written.items()] == [
         (section, list(settings)) for section, settings in defaults.items()

@@ -20,7 +20,7 @@ from timers import set_times
 import layout_tuner
 from layout_tuner import errors, inputs, integrations, keys, reference, registry, router
 from layout_tuner.experiment import Experiment, as_tuple
-from layout_tuner.integrations import fla, rivalry
+from layout_tuner.integrations import fla, rivalry, takeover
 from layout_tuner.ops import gated_delta_rule
 
 INSTALLED = importlib.util.find_spec("fla") is not None
@@ -46,7 +46,7 @@ def library() -> SimpleNamespace:
 @pytest.fixture(autouse=True)
 def _counts_from_zero() -> Iterator[None]:
     """No count of an earlier test."""
-    for counter in (fla._served, fla._yielded, fla._fallthroughs):
+    for counter in (takeover._served, takeover._yielded, takeover._fallthroughs):
         counter.clear()
     yield
     for op in fla.HOMES:
@@ -57,7 +57,7 @@ def _counts_from_zero() -> Iterator[None]:
 def entry(monkeypatch: pytest.MonkeyPatch) -> router.Router:
     """An entry that serves the library, whether it is installed or not."""
     made = router.Router(layout_tuner.Config())
-    fla._verdicts[made] = {}
+    takeover.serve(made)
     router.push(made)
     return made
 
@@ -328,9 +328,9 @@ def test_a_call_that_no_kernel_serves_is_left_with_its_reason(
     B, T, H, HV, K, V = (SIZES | sizes).values()
     q, k = torch.randn(2, B, T, H, K).unbind()
     given = dict(q=q, k=k, v=torch.zeros(B, T, HV, V), g=torch.zeros(B, T, HV), beta=torch.zeros(B, T, HV)) | changed
-    takeover = fla.takeover("chunk_gated_delta_rule")
+    taken_over = fla.takeover("chunk_gated_delta_rule")
     with caplog.at_level(logging.WARNING):
-        answers = [takeover.verify(**given) for _ in range(3)]
+        answers = [taken_over.verify(**given) for _ in range(3)]
     assert all(not accepted and reason in said for accepted, said in answers), answers
     ((op, counted), number), *others = fla.fallthroughs().items()
     assert (op, number, others) == ("chunk_gated_delta_rule", 3, [])
@@ -388,9 +388,9 @@ def rival_of_dv_local(monkeypatch: pytest.MonkeyPatch, wrong: bool = False) -> r
         dv = reference.chunk_bwd_dv_local(**named)
         return dv * 2 if wrong else dv
 
-    takeover = fla.takeover("chunk_bwd_dv_local")
-    made = rivalry.rivalry(takeover.spec, takeover.ours, library, name="fla", release="fla-9.9", aside=fla.aside)
-    takeover._rivalry = made
+    taken_over = fla.takeover("chunk_bwd_dv_local")
+    made = rivalry.rivalry(taken_over.spec, taken_over.ours, library, name="fla", release="fla-9.9", aside=fla.aside)
+    taken_over._rivalry = made
     return made
 
 
@@ -409,21 +409,21 @@ def test_the_library_runs_what_it_is_faster_at_and_right(
 ) -> None:
     rival = rival_of_dv_local(monkeypatch, wrong)
     made = router.Router(layout_tuner.Config(), on_miss="tune", timer=set_times(times))
-    fla._verdicts[made] = {}
+    takeover.serve(made)
     router.push(made)
     named = kernel_call("chunk_bwd_dv_local", device)[2]
-    takeover = fla.takeover("chunk_bwd_dv_local")
+    taken_over = fla.takeover("chunk_bwd_dv_local")
     for _ in range(2):
-        accepted, _ = takeover.verify(**named)
+        accepted, _ = taken_over.verify(**named)
         assert accepted is taken
     assert fla.yielded() == ({} if taken else {"chunk_bwd_dv_local": 2})
     assert not fla.fallthroughs()
 
     # Another process finds the decision and measures nothing; another release is measured anew.
     later = router.Router(layout_tuner.Config(), on_miss="default")
-    fla._verdicts[later] = {}
+    takeover.serve(later)
     router.push(later)
-    assert takeover.verify(**named)[0] is taken
+    assert taken_over.verify(**named)[0] is taken
     (stored,) = [found for found in made.store.decisions() if found.key.op == "fla.chunk_bwd_dv_local"]
     assert stored.revision == rival.revision
     assert {found.candidate for found in stored.measurements} == {"layout_tuner", "fla"}

@@ -1,11 +1,14 @@
 """Every registered op, candidate and case against its oracle; generated from the registry."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cases import MORE_HEADS, SIZES, experiment_for, faults, key_for, matrix, standard_forms
 
 import layout_tuner.ops  # noqa: F401  registers every op
 from layout_tuner import registry
+from layout_tuner.experiment import Experiment
 from layout_tuner.registry import OpSpec
 
 SPECS = [registry.lookup(name) for name in registry.names()]
@@ -43,6 +46,21 @@ def test_every_candidate_is_right_and_layouts_agree_bit_for_bit(
 )
 def test_sizes_at_the_edges(spec: OpSpec, form: str, sizes: dict[str, int], device: torch.device) -> None:
     assert not faults(experiment_for(spec, key_for(spec, form, **sizes), device))
+
+
+@pytest.mark.parametrize(("spec", "form"), STANDARD)
+def test_gates_that_overflow_wherever_they_are_not_masked(spec: OpSpec, form: str, device: torch.device) -> None:
+    """A decay of 2 ** -40 a token, in a chunk that ends early: what no mask hides is 2 ** 2000 and more."""
+    experiment = experiment_for(spec, key_for(spec, form, B=1, T=40, H=1, HV=2, K=16, V=16), device)
+    decaying = [operand.fill in ("cumulative_decay", "decay") for operand in spec.operands]
+    if not any(decaying):
+        pytest.skip("has no gate")
+    tensors = tuple(
+        tensor * 200 if strong and tensor is not None else tensor
+        for strong, tensor in zip(decaying, experiment.call.tensors)
+    )
+    strong = Experiment(spec, experiment.key, device, replace(experiment.call, tensors=tensors))
+    assert not faults(strong)
 
 
 @pytest.mark.parametrize(("spec", "form"), STANDARD)

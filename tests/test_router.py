@@ -507,7 +507,7 @@ def test_a_database_error_never_fails_an_op(
         made._store = FailingStore()
         assert_right(dv_local(given), given)
         assert ran(made) == [SECOND]
-    assert "lookup: disk I/O error" in caplog.text
+    assert "resolve: disk I/O error" in caplog.text
     assert "publish: disk I/O error: the decision is kept in memory only" in caplog.text
 
 

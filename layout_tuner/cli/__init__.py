@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from . import cache, explain, show, warmup
+from . import cache, doctor, explain, show, warmup
 from .common import exit_on_bad_input, version_option
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app.callback()(version_option)
 app.command("warmup")(warmup.warmup)
 app.command("show")(show.show)
 app.command("explain")(explain.explain)
+app.command("doctor")(doctor.doctor)
 app.add_typer(cache.app)
 
 

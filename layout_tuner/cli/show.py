@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .common import console, print_json
+
+if TYPE_CHECKING:
+    from layout_tuner.cache.layers import Resolution
 
 
 def show(
@@ -15,25 +18,44 @@ def show(
     op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
     environment: Annotated[str | None, typer.Option(help="Only this environment.")] = None,
     config: Annotated[Path | None, typer.Option(help="Settings; default: tuner.toml here, if any.")] = None,
+    layers: Annotated[bool, typer.Option("--layers", help="Every layer's decisions, and which one is used.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
     """List what is stored: every decision with its candidates' times."""
-    from layout_tuner.cache.store import open_store
+    from layout_tuner.cache.layers import open_layers
     from layout_tuner.config import Config
 
     from .decisions import decision_json, decision_table
 
     settings = Config.load(config)
-    store = open_store(cache or settings.cache.path or None)
-    decisions = list(store.decisions(environment=environment, op=op))
+    store = open_layers(
+        cache or settings.cache.path or None,
+        shared=settings.cache.shared,
+        url=settings.cache.url or None,
+        pin=settings.tuning.pin or None,
+    )
+    found = [each for each in store.resolutions(environment=environment, op=op) if layers or each.used]
+    store.close()
     if json:
-        print_json({"decisions": [decision_json(decision) for decision in decisions]})
+        rows = [decision_json(each.record) for each in found]
+        if layers:
+            rows = [row | {"layer": each.layer.name, "used": each.used} for row, each in zip(rows, found)]
+        print_json({"decisions": rows})
         return
     out = console()
-    if not decisions:
+    if not found:
         out.print(f"no decisions in {store.name}", markup=False)
         return
-    for place in dict.fromkeys(decision.environment for decision in decisions):
+    for place in dict.fromkeys(each.record.environment for each in found):
         out.print(f"environment {place}", markup=False)
-        out.print(decision_table([(d, d.source) for d in decisions if d.environment == place]))
-    out.print(f"{len(decisions)} decisions in {store.name}", markup=False)
+        here = [each for each in found if each.record.environment == place]
+        out.print(decision_table([(each.record, word(each, layers)) for each in here]))
+    out.print(f"{len(found)} decisions in {store.name}", markup=False)
+
+
+def word(resolution: Resolution, layers: bool) -> str:
+    """How a decision came about and, where asked for, the layer it lies in and whether it is used."""
+    source: str = resolution.record.source
+    if not layers:
+        return source
+    return f"{source}, {'used' if resolution.used else 'not used'}, {resolution.layer.name}"

@@ -4,10 +4,6 @@ That library has a public registry of backends, which its functions ask at every
 registered there once, ahead of its own: for the whole op `chunk_gated_delta_rule` and for each kernel op. The registry
 cannot unregister, so the backend says it is not available while no entry with `fla=True` is the newest one.
 
-A call is judged before it is taken: one that no kernel here serves goes to the library, is counted, and its reason is
-logged once; one that the library was measured to run faster goes to it as well. Verdicts are kept by entry and by the
-facts of a call.
-
 `enable` never imports the library, which takes longer than importing torch and initialises the device. Where it is
 installed and not imported yet, a finder that finds nothing watches imports, and registers as soon as the library's
 modules are there.
@@ -15,42 +11,30 @@ modules are there.
 
 from __future__ import annotations
 
-import collections
 import functools
 import importlib.metadata
 import importlib.util
-import inspect
 import logging
-import os
 import re
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-
-from .. import device as devices
-from .. import ops, registry, router
-from ..environment import environment
 from ..errors import ConfigError
-from ..keys import Key, bucketed
-from ..ops.local_cumsum import output_dtype_name
-from ..registry import Call, Value
 from ..router import Router
-from .rivalry import OURS, Rivalry, rivalry
+from .rivalry import Rivalry, rivalry
+from .takeover import Takeover, aside, available, fallthroughs, serve, served, yielded
+
+__all__ = ["HOMES", "aside", "attach", "available", "fallthroughs", "served", "takeover", "yielded"]
 
 log = logging.getLogger(__name__)
 
 NAME = "fla"
 OLDEST = (0, 6)
 PRIORITY = -10  # lower is asked first; its Ascend backend has 0
-MOST_VERDICTS = 4096
 
 # Where each op lives, and the registry that its calls ask; None: one of its own.
 HOMES: dict[str, tuple[str, str | None]] = {
@@ -69,273 +53,24 @@ HOMES: dict[str, tuple[str, str | None]] = {
     "chunk_local_cumsum": ("fla.ops.utils.cumsum", None),
     "solve_tril": ("fla.ops.utils.solve_tril", None),
 }
-# Describe a packed batch: what is in them changes no verdict, nor does how many rows they have.
-PACKING = frozenset({"cu_seqlens", "cu_seqlens_cpu", "chunk_indices", "chunk_offsets"})
-PLAIN = frozenset({type(None), bool, int, str, torch.dtype})
-TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-
-
-# -- counts ----------------------------------------------------------------------------------------------------
 
 _lock = threading.RLock()
-_served: collections.Counter[str] = collections.Counter()
-_yielded: collections.Counter[str] = collections.Counter()
-_fallthroughs: collections.Counter[tuple[str, str]] = collections.Counter()
-
-
-def served() -> dict[str, int]:
-    """Calls of the library that ran here, by op."""
-    with _lock:
-        return dict(_served)
-
-
-def yielded() -> dict[str, int]:
-    """Calls left to the library because it was measured to be faster, by op."""
-    with _lock:
-        return dict(_yielded)
-
-
-def fallthroughs() -> dict[tuple[str, str], int]:
-    """Calls left to the library because nothing here serves them, by op and reason."""
-    with _lock:
-        return dict(_fallthroughs)
-
-
-def _after_fork() -> None:
-    """Give a child a lock of its own: a thread that is not there any more may have held it."""
-    global _lock
-    _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
-
-# -- when the backend serves -----------------------------------------------------------------------------------
-
-
-class Verdict(NamedTuple):
-    """Who runs a call: `taken` here, else the library, as no kernel serves it or as the library is `faster`."""
-
-    taken: bool
-    reason: str | None = None
-    faster: bool = False
-
-
-_verdicts: weakref.WeakKeyDictionary[Router, dict[object, Verdict]] = weakref.WeakKeyDictionary()
-
-
-class _Thread(threading.local):
-    aside = False
-
-
-_thread = _Thread()
-
-
-def available() -> bool:
-    """Whether the newest entry takes the library's calls and this thread does not stand aside."""
-    return router.current() in _verdicts and not _thread.aside
-
-
-@contextmanager
-def aside() -> Iterator[None]:
-    """Within it, this thread's calls of the library run what they would run without this backend."""
-    before = _thread.aside
-    _thread.aside = True
-    try:
-        yield
-    finally:
-        _thread.aside = before
-
-
-# -- one op ----------------------------------------------------------------------------------------------------
-
-
-class Takeover:
-    """An op of the library that is served here."""
-
-    def __init__(self, op: str) -> None:
-        self.op = op
-        self.spec = registry.lookup(op)
-        self.ours: Callable[..., Any] = getattr(ops, op)
-        self.names = tuple(inspect.signature(self.ours).parameters)
-        flags = [option.name for option in self.spec.options if isinstance(option.default, bool)]
-        self.flags = [name for name in flags if name in self.names]
-        self._rivalry: Rivalry | None = None
-
-    def verify(self, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
-        """Whether a call is served here, and why not, as the library's registry asks."""
-        made = router.current()
-        known = _verdicts.get(made)
-        if known is None:
-            return False, "no entry takes calls of this library"
-        facts = (self.op, len(args), torch.is_grad_enabled(), *map(fact, self.names, args))
-        if kwargs:
-            facts += (*kwargs, *map(fact, kwargs, kwargs.values()))
-        verdict = known.get(facts)
-        if verdict is None:
-            verdict, lasting = self.judge(made, args, kwargs)
-            if lasting:
-                if len(known) >= MOST_VERDICTS:
-                    known.clear()
-                known[facts] = verdict
-        if not verdict.taken:
-            self.count(verdict)
-        return verdict.taken, verdict.reason
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """A call that was found to be served."""
-        with _lock:
-            _served[self.op] += 1
-        named = self.known(self.named(args, kwargs))
-        if self.op == "chunk_gated_delta_rule" and torch.is_autocast_enabled(named["q"].device.type):
-            # Ours follows autocast; the library computes in the dtype it is given.
-            with torch.autocast(named["q"].device.type, enabled=False):
-                return self.ours(**named)
-        return self.ours(**named)
-
-    def named(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """A call's arguments by name; flags that are left open (None) are False."""
-        named = dict(zip(self.names, args)) | kwargs
-        for flag in self.flags:
-            if flag in named:
-                named[flag] = bool(named[flag])
-        return named
-
-    def known(self, named: dict[str, Any]) -> dict[str, Any]:
-        """Without the arguments that ours does not have; they were found to ask for nothing."""
-        return {name: value for name, value in named.items() if name in self.names}
-
-    def count(self, verdict: Verdict) -> None:
-        """Count a call that is left to the library; say why once."""
-        reason = verdict.reason or ""
-        with _lock:
-            if verdict.faster:
-                _yielded[self.op] += 1
-                return
-            _fallthroughs[self.op, reason] += 1
-            first = _fallthroughs[self.op, reason] == 1
-        if first:
-            log.warning("%s: left to flash-linear-attention: %s", self.op, reason)
-
-    # -- the verdict -------------------------------------------------------------------------------------------
-
-    def judge(self, made: Router, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Verdict, bool]:
-        """Who runs a call, and whether that holds for later calls of the same facts."""
-        try:
-            named = self.named(args, kwargs)
-            reasons = self.refusals(args, named)
-            if reasons:
-                return Verdict(False, "; ".join(reasons)), True
-            call = self.call(named)
-            key = self.spec.key(call)
-            main = named[self.spec.operands[0].name]
-            devices.require_running(self.op, key.dtype, main.device)
-        except Exception as error:  # whatever is odd about a call, the library is to answer for it
-            return Verdict(False, str(error) or type(error).__name__), True
-        try:
-            return self.contest(made, key, main.device)
-        except Exception as error:  # no comparison is no reason not to serve a call
-            log.warning("%s: not compared with flash-linear-attention's: %s", key, error)
-            return Verdict(True), True
-
-    def refusals(self, args: Sequence[Any], named: dict[str, Any]) -> list[str]:
-        """What a call asks for that no op here has; operands apart, which the op's own declaration checks."""
-        reasons = [
-            f"{name}: not an argument here"
-            for name, value in named.items()
-            if name not in self.names and value is not None and value is not False
-        ]
-        if len(args) > len(self.names):
-            reasons.append(f"wanted at most {len(self.names)} positional arguments, got {len(args)}")
-        reasons += [
-            f"{name}: wanted a plain tensor, got a {type(value).__name__}"
-            for name, value in named.items()
-            if isinstance(value, torch.Tensor) and type(value) not in TENSORS
-        ]
-        if not isinstance(named.get("scale"), (int, float, type(None))):
-            reasons.append(f"scale: wanted a number, got a {type(named['scale']).__name__}")
-        if named.get("cp_context") is not None:
-            reasons.append("cp_context: context parallelism is not served")
-        if named.get("g") is not None and named.get("g_gamma") is not None:
-            reasons.append("g, g_gamma: wanted at most one of them, got both")
-        return reasons
-
-    def call(self, named: dict[str, Any]) -> Call:
-        """The call as our op's declaration describes one; what no key depends on is left out."""
-        tensors = []
-        for operand in self.spec.operands:
-            value = named.get(operand.name)
-            if isinstance(value, torch.Tensor):
-                if operand.dims == "HV":  # any shape of HV elements
-                    value = value.reshape(-1)
-                elif operand.dims == "B T HV" and value.dim() == 4 and self.op == "chunk_local_cumsum":
-                    value = value.flatten(2)
-            tensors.append(value)
-        options: list[Value] = []
-        for option in self.spec.options:
-            if option.name == "grad":
-                options.append(torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors))
-            elif option.name == "output_dtype":
-                dtype = named.get("output_dtype", torch.float32)
-                options.append(output_dtype_name(self.op, dtype, named[self.spec.operands[0].name]))
-            else:
-                options.append(named.get(option.name, option.default))
-        return Call(
-            tensors=tuple(tensors),
-            options=tuple(options),
-            cu_seqlens=named.get("cu_seqlens"),
-            chunk_indices=named.get("chunk_indices"),
-        )
-
-    def contest(self, made: Router, key: Key, device: torch.device) -> tuple[Verdict, bool]:
-        """Whether the library was measured to be faster; measures it where misses are tuned."""
-        rival = self.rivalry()
-        if rival is None:
-            return Verdict(True), True
-        against = replace(key, op=rival.name)
-        if made.policy(device) == "tune":
-            made.choose(self.spec, key, device)  # ours first and by itself: its own candidates, then the best of them
-            choice = made.choose(rival, against, device)
-        else:
-            against = bucketed(against, made.config.keys.bucket)
-            known = made.choices.get((against, environment(device).id))
-            found = known or made.stored(rival, against, device)
-            if found is None:
-                return Verdict(True), True
-            choice = found
-        if choice.candidate.variant == OURS:
-            return Verdict(True), choice.frozen
-        return Verdict(False, "its own implementation was measured to be faster", faster=True), choice.frozen
-
-    def rivalry(self) -> Rivalry | None:
-        """Ours against the library's; None while its module is not imported."""
-        if self._rivalry is None:
-            library = getattr(sys.modules.get(HOMES[self.op][0]), self.op, None)
-            if library is None:
-                return None
-            release = f"{NAME}-{installed_release() or 'unknown'}"
-            self._rivalry = rivalry(self.spec, self.ours, library, name=NAME, release=release, aside=aside)
-        return self._rivalry
 
 
 @functools.cache
 def takeover(op: str) -> Takeover:
     """The one takeover of an op."""
-    return Takeover(op)
+    return Takeover(op, own_rivalry)
 
 
-def fact(name: str, value: Any) -> object:
-    """All of an argument that a verdict depends on."""
-    kind = type(value)
-    if kind in TENSORS:
-        if name in PACKING:
-            return value.dtype, value.device, value.dim()
-        return value.shape, value.stride(), value.dtype, value.device, value.requires_grad
-    return value if kind in PLAIN and name != "scale" else kind
+def own_rivalry(taken: Takeover) -> Rivalry | None:
+    """Ours against the library's own function of an op; None while its module is not imported."""
+    library = getattr(sys.modules.get(HOMES[taken.op][0]), taken.op, None)
+    if library is None:
+        return None
+    release = f"{NAME}-{installed_release() or 'unknown'}"
+    return rivalry(taken.spec, taken.ours, library, name=NAME, release=release, aside=aside)
 
-
-# -- registration ----------------------------------------------------------------------------------------------
 
 _pending = set(HOMES)
 
@@ -362,7 +97,7 @@ def attach(made: Router) -> None:
     """
     if not installed():
         return
-    _verdicts[made] = {}
+    serve(made)
     connect()
     with _lock:
         if _pending and _watch not in sys.meta_path:
