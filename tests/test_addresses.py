@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from layout_tuner.kernels import probe
 
 from layout_tuner import device as devices
-from layout_tuner.kernels import probe
 
 # (batch row, first token over the whole storage, head, tokens of a row): each product passes 2 ** 31.
 FAR = [(3, 3 * 2**20, 31, 2**20), (70_000, 70_000 * 1024, 5, 1024), (0, 2**30, 63, 2**30 + 5)]
