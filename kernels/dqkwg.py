@@ -108,6 +108,66 @@ def _store_dg(
 
 
 @triton.jit
+def _columns(
+    p_x,
+    o_r,
+    o_e,
+    m_r,
+    STRIDE: tl.constexpr,
+    E: tl.constexpr,
+    BE: tl.constexpr,
+):
+    """Columns `o_e` of the rows `o_r`, `STRIDE` elements apart, zero where `m_r` does not hold and outside `E`."""
+    if E % BE == 0:
+        m_x = m_r[:, None]
+    else:
+        m_x = m_r[:, None] & (o_e < E)[None, :]
+    return tl.load(p_x + o_r[:, None] * STRIDE + o_e[None, :], mask=m_x, other=0.0)
+
+
+@triton.jit
+def _state(
+    p_s,
+    o_k,
+    o_v,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    STATE_V_FIRST: tl.constexpr,
+):
+    """`load_state`, without a mask where the tiles divide the state."""
+    if K % BK == 0 and V % BV == 0:
+        if STATE_V_FIRST:
+            b_s = tl.trans(tl.load(p_s + o_v[:, None] * K + o_k[None, :]))
+        else:
+            b_s = tl.load(p_s + o_k[:, None] * V + o_v[None, :])
+    else:
+        b_s = load_state(p_s, o_k, o_v, K, V, STATE_V_FIRST)
+    return b_s
+
+
+@triton.jit
+def _add_row(
+    b_rows,
+    b_first,
+    b_second,
+    b_x,
+    i_r,
+    o_g,
+    GROUP: tl.constexpr,
+):
+    """Adds `b_x` to row `i_r`. Two rows are kept apart: Triton sends a row of a tile through shared memory."""
+    if GROUP <= 2:
+        b_first += tl.where(i_r == 0, b_x, 0.0)
+        if GROUP == 2:
+            b_second += tl.where(i_r == 1, b_x, 0.0)
+    else:
+        b_rows += tl.where(o_g[:, None] == i_r, b_x[None, :], 0.0)
+    return b_rows, b_first, b_second
+
+
+@triton.jit
 def _scores(
     p_do,
     p_v,
@@ -313,6 +373,10 @@ def chunk_bwd_dqkwg_full(
             clear_outside_time_axis(dg, cu_seqlens, T, N, HV, DG_T_CONTIG, BT)
     o_c = tl.arange(0, BT)
     o_g = tl.arange(0, GROUP)
+    o_x = tl.arange(0, BK)
+    # sum(h * dh) is the trace of h dh^T: a product more, but h then arrives as what a product reads, fetched ahead.
+    HH_PRODUCT: tl.constexpr = q.dtype.element_ty != tl.float32
+    HH: tl.constexpr = BK if HH_PRODUCT else BV
     R: tl.constexpr = HV // H
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
         i_c = i_task // H
@@ -326,6 +390,8 @@ def chunk_bwd_dqkwg_full(
 
         b_sum = tl.zeros([BT, BT], dtype=tl.float32)
         b_dg = tl.zeros([GROUP, BT], dtype=tl.float32)
+        b_dg0 = tl.zeros([BT], dtype=tl.float32)
+        b_dg1 = tl.zeros([BT], dtype=tl.float32)
         if USE_DG:
             b_P = _products(p_q, p_k, o_c, o_c, m_t, m_t, H, K, BK, DOT_PRECISION)
             b_P = tl.where(o_c[:, None] > o_c[None, :], b_P, 0.0)
@@ -367,7 +433,7 @@ def chunk_bwd_dqkwg_full(
                     )
                     _store_dg(dg, b_dG, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, DG_T_CONTIG)
                 else:
-                    b_dg += tl.where(o_g[:, None] == i_r, b_dG[None, :], 0.0)
+                    b_dg, b_dg0, b_dg1 = _add_row(b_dg, b_dg0, b_dg1, b_dG, i_r, o_g, GROUP)
         b_S = b_sum.to(q.dtype.element_ty)
 
         for i_k in range(0, K, BK):
@@ -381,28 +447,34 @@ def chunk_bwd_dqkwg_full(
                 p_v = v + (first * HV + i_hv) * V
                 p_h = h + state_offset(i_c, i_hv, HV, K, V)
                 p_dh = dh + state_offset(i_c, i_hv, HV, K, V)
-                b_dkh = tl.zeros([BT, BK], dtype=tl.float32)
-                b_hh = tl.zeros([BK], dtype=tl.float32)
-                for i_v in range(0, V, BV):
-                    o_v = i_v + tl.arange(0, BV)
-                    m_v = m_t[:, None] & (o_v < V)[None, :]
-                    b_dh = load_state(p_dh, o_k, o_v, K, V, STATE_V_FIRST)
-                    if USE_DG and not DG_FROM_VALUES:
-                        b_h = load_state(p_h, o_k, o_v, K, V, STATE_V_FIRST)
-                        b_hh += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
-                    b_v = tl.load(p_v + o_c[:, None] * (HV * V) + o_v[None, :], mask=m_v, other=0.0)
-                    b_dkh += tl.dot(b_v, tl.trans(b_dh), input_precision=DOT_PRECISION)
                 b_G = _gate(g, g_gamma, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, USE_G, USE_G_GAMMA, G_T_CONTIG)
                 G_last = _gate_at(g, g_gamma, i_b, i_t, bos, i_hv, last, T, HV, BT, USE_G, USE_G_GAMMA, G_T_CONTIG)
-                b_dkh *= tl.where(m_t, tl.exp2(tl.where(m_t, G_last - b_G, 0.0)), 0.0)[:, None]
+                b_e = tl.where(m_t, tl.exp2(tl.where(m_t, G_last - b_G, 0.0)), 0.0)
                 if USE_DG and not DG_FROM_VALUES:
-                    b_k = tl.load(p_k + o_qk, mask=m_k, other=0.0)
+                    b_k = _columns(p_k, o_c, o_k, m_t, H * K, K, BK)
+                b_dkh = tl.zeros([BT, BK], dtype=tl.float32)
+                b_hh = tl.zeros([BK, HH], dtype=tl.float32)
+                for i_v in range(0, V, BV):
+                    o_v = i_v + tl.arange(0, BV)
+                    b_dh = _state(p_dh, o_k, o_v, K, V, BK, BV, STATE_V_FIRST)
+                    b_v = _columns(p_v, o_c, o_v, m_t, HV * V, V, BV)
+                    b_dkh += tl.dot(b_v, tl.trans(b_dh), input_precision=DOT_PRECISION)
+                    if USE_DG and not DG_FROM_VALUES:
+                        b_h = _state(p_h, o_k, o_v, K, V, BK, BV, STATE_V_FIRST)
+                        if HH_PRODUCT:
+                            b_hh += tl.dot(b_h, tl.trans(b_dh), input_precision=DOT_PRECISION)
+                        else:
+                            b_hh += b_h.to(tl.float32) * b_dh.to(tl.float32)
+                b_dkh *= b_e[:, None]
+                if USE_DG and not DG_FROM_VALUES:
                     b_kk = tl.sum(b_dkh * b_k.to(tl.float32), axis=1)
-                    dG_last = tl.exp2(G_last) * tl.sum(b_hh, axis=0) + tl.sum(b_kk, axis=0)
+                    if HH_PRODUCT:
+                        b_hh = tl.where(o_x[:, None] == o_x[None, :], b_hh, 0.0)
+                    dG_last = tl.exp2(G_last) * tl.sum(tl.sum(b_hh, axis=1), axis=0) + tl.sum(b_kk, axis=0)
                     b_dG = tl.where(o_c == last, dG_last, 0.0) - b_kk
-                    b_dg += tl.where(o_g[:, None] == i_r, b_dG[None, :], 0.0)
+                    b_dg, b_dg0, b_dg1 = _add_row(b_dg, b_dg0, b_dg1, b_dG, i_r, o_g, GROUP)
                 b_dk += b_dkh
-            b_q = tl.load(p_q + o_qk, mask=m_k, other=0.0)
+            b_q = _columns(p_q, o_c, o_k, m_t, H * K, K, BK)
             if COMPUTED_RIGHT:
                 b_dk += tl.trans(tl.dot(tl.trans(b_q), b_S, input_precision=DOT_PRECISION))
             else:
@@ -414,29 +486,30 @@ def chunk_bwd_dqkwg_full(
                 i_hv = i_h * R + i_r
                 p_do = do + (first * HV + i_hv) * V
                 p_h = h + state_offset(i_c, i_hv, HV, K, V)
+                b_G = _gate(g, g_gamma, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, USE_G, USE_G_GAMMA, G_T_CONTIG)
+                b_e = tl.exp2(b_G) * scale
+                if USE_DG and not DG_FROM_VALUES:
+                    b_q = _columns(p_q, o_c, o_k, m_t, H * K, K, BK)
                 b_dqh = tl.zeros([BT, BK], dtype=tl.float32)
                 b_dwh = tl.zeros([BT, BK], dtype=tl.float32)
                 for i_v in range(0, V, BV):
                     o_v = i_v + tl.arange(0, BV)
-                    m_v = m_t[:, None] & (o_v < V)[None, :]
-                    b_h = load_state(p_h, o_k, o_v, K, V, STATE_V_FIRST)
-                    b_do = tl.load(p_do + o_c[:, None] * (HV * V) + o_v[None, :], mask=m_v, other=0.0)
+                    b_h = _state(p_h, o_k, o_v, K, V, BK, BV, STATE_V_FIRST)
+                    b_do = _columns(p_do, o_c, o_v, m_t, HV * V, V, BV)
                     b_dqh += tl.dot(b_do, tl.trans(b_h), input_precision=DOT_PRECISION)
                     if USE_DW:
                         p_dv = dv + (first * HV + i_hv) * V
-                        b_dv = tl.load(p_dv + o_c[:, None] * (HV * V) + o_v[None, :], mask=m_v, other=0.0)
+                        b_dv = _columns(p_dv, o_c, o_v, m_t, HV * V, V, BV)
                         b_dwh += tl.dot(b_dv, tl.trans(b_h), input_precision=DOT_PRECISION)
                 if USE_DW:
                     p_dw = dw + (first * HV + i_hv) * K
                     tl.store(p_dw + o_c[:, None] * (HV * K) + o_k[None, :], (-b_dwh).to(dw.dtype.element_ty), mask=m_k)
-                b_G = _gate(g, g_gamma, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, USE_G, USE_G_GAMMA, G_T_CONTIG)
-                b_dqh *= (tl.exp2(b_G) * scale)[:, None]
+                b_dqh *= b_e[:, None]
                 if USE_DG and not DG_FROM_VALUES:
-                    b_q = tl.load(p_q + o_qk, mask=m_k, other=0.0)
                     b_dG = tl.sum(b_dqh * b_q.to(tl.float32), axis=1)
-                    b_dg += tl.where(o_g[:, None] == i_r, b_dG[None, :], 0.0)
+                    b_dg, b_dg0, b_dg1 = _add_row(b_dg, b_dg0, b_dg1, b_dG, i_r, o_g, GROUP)
                 b_dq += b_dqh
-            b_k = tl.load(p_k + o_qk, mask=m_k, other=0.0)
+            b_k = _columns(p_k, o_c, o_k, m_t, H * K, K, BK)
             if COMPUTED_RIGHT:
                 b_dq += tl.trans(tl.dot(tl.trans(b_k), tl.trans(b_S), input_precision=DOT_PRECISION))
             else:
@@ -444,9 +517,14 @@ def chunk_bwd_dqkwg_full(
             tl.store(dq + (first * H + i_h) * K + o_qk, b_dq.to(dq.dtype.element_ty), mask=m_k)
 
         if USE_DG and not DG_FROM_VALUES:
-            for i_r in range(0, R):
-                b_dG = tl.sum(tl.where(o_g[:, None] == i_r, b_dg, 0.0), axis=0)
-                _store_dg(dg, b_dG, i_b, i_t, bos, i_h * R + i_r, o_c, m_t, T, HV, BT, DG_T_CONTIG)
+            if GROUP <= 2:
+                _store_dg(dg, b_dg0, i_b, i_t, bos, i_h * R, o_c, m_t, T, HV, BT, DG_T_CONTIG)
+                if GROUP == 2:
+                    _store_dg(dg, b_dg1, i_b, i_t, bos, i_h * R + 1, o_c, m_t, T, HV, BT, DG_T_CONTIG)
+            else:
+                for i_r in range(0, R):
+                    b_dG = tl.sum(tl.where(o_g[:, None] == i_r, b_dg, 0.0), axis=0)
+                    _store_dg(dg, b_dG, i_b, i_t, bos, i_h * R + i_r, o_c, m_t, T, HV, BT, DG_T_CONTIG)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "TASKS"])

@@ -12,7 +12,9 @@ sum_K(t_w * k) = colsum(A * C_w), and the columns of C_u and C_w scaled by beta 
 beta multiply fp32 `[BT, BT]` tiles, never an operand of a product.
 
 One task is one chunk of one query head. It walks the value heads of the group once for all that belongs to one head,
-adding up X, then once more for t_w, so that dk is summed on chip.
+adding up X, then once more for t_w, so that dk is summed on chip. On a GPU, whose four warps hold few tiles, P is formed
+anew for each head, beside dw k^T whose loads it shares, and X k + X^T k is one product: X lies below the diagonal, X^T
+above it, so that their sum is exact in any dtype.
 """
 
 import triton
@@ -68,6 +70,24 @@ def _store_rows(
     tl.store(p_chunk + o_c * stride, b_x.to(p_x.dtype.element_ty), mask=m_t)
 
 
+@triton.jit
+def _columns(
+    p_x,
+    o_r,
+    o_e,
+    m_r,
+    STRIDE: tl.constexpr,
+    E: tl.constexpr,
+    BE: tl.constexpr,
+):
+    """Columns `o_e` of the rows `o_r`, `STRIDE` elements apart, zero where `m_r` does not hold and outside `E`."""
+    if E % BE == 0:
+        m_x = m_r[:, None]
+    else:
+        m_x = m_r[:, None] & (o_e < E)[None, :]
+    return tl.load(p_x + o_r[:, None] * STRIDE + o_e[None, :], mask=m_x, other=0.0)
+
+
 @triton.jit(do_not_specialize=["T", "NT", "N", "TASKS"])
 def prepare_wy_repr_bwd_full(
     k,
@@ -94,6 +114,7 @@ def prepare_wy_repr_bwd_full(
     BT: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    BD: tl.constexpr,
     USE_G: tl.constexpr,
     G_T_CONTIG: tl.constexpr,
     BETA_T_CONTIG: tl.constexpr,
@@ -108,9 +129,9 @@ def prepare_wy_repr_bwd_full(
     (g base 2, cumulative in the chunk; each in either layout); writes dk `[B, T, H, K]`, dv `[B, T, HV, V]`, dbeta and
     dg `[B, T, HV]` (each in either layout).
 
-    COMPUTED_RIGHT makes a computed tile the right operand of every product it enters: Triton 3.4 to 3.7.0 on Hopper
-    feeds a computed left operand from registers, and some of these products come out wrong. RELOAD_LEFT loads A
-    again for each product it is the left operand of: triton-ascend 3.2 may overwrite a left operand.
+    COMPUTED_RIGHT, the form for GPUs, makes a computed tile the right operand of every product it enters: Triton 3.4 to
+    3.7.0 on Hopper feeds a computed left operand from registers, and some of these products come out wrong. RELOAD_LEFT
+    loads A again for each product it is the left operand of: triton-ascend 3.2 may overwrite a left operand.
     """
     if IS_VARLEN:
         clear_outside_rows(dk, cu_seqlens, T, N, H * K, BK)
@@ -128,15 +149,16 @@ def prepare_wy_repr_bwd_full(
         p_k = k + (first * H + i_h) * K
         o_A = o_c[:, None] * (HV * BT) + o_c[None, :]
 
-        b_P = tl.zeros([BT, BT], dtype=tl.float32)
-        for i_k in range(0, K, BK):
-            o_k = i_k + tl.arange(0, BK)
-            m_k = m_t[:, None] & (o_k < K)[None, :]
-            b_k = tl.load(p_k + o_c[:, None] * (H * K) + o_k[None, :], mask=m_k, other=0.0)
-            b_kt = b_k
-            if RELOAD_LEFT:
-                b_kt = tl.load(p_k + o_c[:, None] * (H * K) + o_k[None, :], mask=m_k, other=0.0)
-            b_P += tl.dot(b_k, tl.trans(b_kt), input_precision=DOT_PRECISION)
+        if not COMPUTED_RIGHT:
+            b_P = tl.zeros([BT, BT], dtype=tl.float32)
+            for i_k in range(0, K, BK):
+                o_k = i_k + tl.arange(0, BK)
+                m_k = m_t[:, None] & (o_k < K)[None, :]
+                b_k = tl.load(p_k + o_c[:, None] * (H * K) + o_k[None, :], mask=m_k, other=0.0)
+                b_kt = b_k
+                if RELOAD_LEFT:
+                    b_kt = tl.load(p_k + o_c[:, None] * (H * K) + o_k[None, :], mask=m_k, other=0.0)
+                b_P += tl.dot(b_k, tl.trans(b_kt), input_precision=DOT_PRECISION)
 
         b_X = tl.zeros([BT, BT], dtype=tl.float32)
         for i_r in range(0, R):
@@ -146,6 +168,9 @@ def prepare_wy_repr_bwd_full(
             p_du = du + (first * HV + i_hv) * V
             p_dw = dw + (first * HV + i_hv) * K
             b_beta = _load_rows(beta, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, BETA_T_CONTIG)
+            b_G = tl.zeros([BT], dtype=tl.float32)
+            if USE_G:
+                b_G += _load_rows(g, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, G_T_CONTIG)
             b_A = tl.load(p_A + o_A, mask=m_t[:, None], other=0.0)
 
             b_Cu = tl.zeros([BT, BT], dtype=tl.float32)
@@ -156,33 +181,29 @@ def prepare_wy_repr_bwd_full(
                 b_At = b_A
                 if RELOAD_LEFT:
                     b_At = tl.load(p_A + o_A, mask=m_t[:, None], other=0.0)
-                b_du = tl.load(p_du + o_tv, mask=m_v, other=0.0)
-                b_v = tl.load(p_v + o_tv, mask=m_v, other=0.0)
+                b_du = _columns(p_du, o_c, o_v, m_t, HV * V, V, BV)
+                b_v = _columns(p_v, o_c, o_v, m_t, HV * V, V, BV)
                 b_tu = tl.dot(tl.trans(b_At), b_du, input_precision=DOT_PRECISION)
                 b_Cu += tl.dot(b_du, tl.trans(b_v), input_precision=DOT_PRECISION)
                 b_dv = b_tu * b_beta[:, None]
                 tl.store(dv + (first * HV + i_hv) * V + o_tv, b_dv.to(dv.dtype.element_ty), mask=m_v)
 
-            # A is loaded anew for each element-wise use: kept in registers across the loops it would spill.
-            b_Ae = tl.load(p_A + o_A, mask=m_t[:, None], other=0.0).to(tl.float32)
-            b_dbeta = tl.sum(b_Ae * b_Cu, axis=0)
-            b_dA = b_Cu * b_beta[None, :]
-
             b_Cw = tl.zeros([BT, BT], dtype=tl.float32)
+            if COMPUTED_RIGHT:
+                b_P = tl.zeros([BT, BT], dtype=tl.float32)
             for i_k in range(0, K, BK):
                 o_k = i_k + tl.arange(0, BK)
-                m_k = m_t[:, None] & (o_k < K)[None, :]
-                b_dw = tl.load(p_dw + o_c[:, None] * (HV * K) + o_k[None, :], mask=m_k, other=0.0)
-                b_k = tl.load(p_k + o_c[:, None] * (H * K) + o_k[None, :], mask=m_k, other=0.0)
+                b_dw = _columns(p_dw, o_c, o_k, m_t, HV * K, K, BK)
+                b_k = _columns(p_k, o_c, o_k, m_t, H * K, K, BK)
                 b_Cw += tl.dot(b_dw, tl.trans(b_k), input_precision=DOT_PRECISION)
-            b_G = tl.zeros([BT], dtype=tl.float32)
-            if USE_G:
-                b_G += _load_rows(g, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, G_T_CONTIG)
+                if COMPUTED_RIGHT:
+                    b_P += tl.dot(b_k, tl.trans(b_k), input_precision=DOT_PRECISION)
             b_e = tl.exp2(b_G)
+            # A is loaded anew for its element-wise use: kept in registers across the loops it would spill.
             b_Ae = tl.load(p_A + o_A, mask=m_t[:, None], other=0.0).to(tl.float32)
             b_cw = tl.sum(b_Ae * b_Cw, axis=0) * b_e
-            b_dbeta += b_cw
-            b_dA += b_Cw * (b_e * b_beta)[None, :]
+            b_dbeta = tl.sum(b_Ae * b_Cu, axis=0) + b_cw
+            b_dA = b_Cu * b_beta[None, :] + b_Cw * (b_e * b_beta)[None, :]
             b_dA = tl.where(o_c[:, None] > o_c[None, :], b_dA, 0.0).to(k.dtype.element_ty)
 
             b_Al = b_A
@@ -215,28 +236,34 @@ def prepare_wy_repr_bwd_full(
                 b_dG = (b_cw + b_row) * b_beta - b_col
                 _store_rows(dg, b_dG, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, DG_T_CONTIG)
 
-        for i_k in range(0, K, BK):
-            o_k = i_k + tl.arange(0, BK)
+        if COMPUTED_RIGHT:
+            b_Z = b_X.to(k.dtype.element_ty)
+            b_Z += tl.trans(b_Z)
+        for i_k in range(0, K, BD):
+            o_k = i_k + tl.arange(0, BD)
+            p_dk = dk + (first * H + i_h) * K + o_c[:, None] * (H * K) + o_k[None, :]
             m_k = m_t[:, None] & (o_k < K)[None, :]
-            b_dk = tl.zeros([BT, BK], dtype=tl.float32)
+            if COMPUTED_RIGHT:  # rows of dk as columns
+                b_dk = tl.zeros([BD, BT], dtype=tl.float32)
+            else:
+                b_dk = tl.zeros([BT, BD], dtype=tl.float32)
             for i_r in range(0, R):
                 i_hv = i_h * R + i_r
                 b_A = tl.load(A + (first * HV + i_hv) * BT + o_A, mask=m_t[:, None], other=0.0)
-                p_dw = dw + (first * HV + i_hv) * K
-                b_dw = tl.load(p_dw + o_c[:, None] * (HV * K) + o_k[None, :], mask=m_k, other=0.0)
-                b_tw = tl.dot(tl.trans(b_A), b_dw, input_precision=DOT_PRECISION)
+                b_dw = _columns(dw + (first * HV + i_hv) * K, o_c, o_k, m_t, HV * K, K, BD)
                 b_s = _load_rows(beta, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, BETA_T_CONTIG)
                 if USE_G:
                     b_s *= tl.exp2(_load_rows(g, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, G_T_CONTIG))
-                b_dk += b_tw * b_s[:, None]
-            b_k = tl.load(p_k + o_c[:, None] * (H * K) + o_k[None, :], mask=m_k, other=0.0)
-            b_Xk = b_X.to(b_k.dtype)
+                if COMPUTED_RIGHT:
+                    b_dk += tl.dot(tl.trans(b_dw), b_A, input_precision=DOT_PRECISION) * b_s[None, :]
+                else:
+                    b_dk += tl.dot(tl.trans(b_A), b_dw, input_precision=DOT_PRECISION) * b_s[:, None]
+            b_k = _columns(p_k, o_c, o_k, m_t, H * K, K, BD)
             if COMPUTED_RIGHT:
-                b_y = tl.dot(tl.trans(b_k), b_Xk, input_precision=DOT_PRECISION)
-                b_y = tl.dot(tl.trans(b_k), tl.trans(b_Xk), b_y, input_precision=DOT_PRECISION)
-                b_dk += tl.trans(b_y)
+                b_dk += tl.dot(tl.trans(b_k), b_Z, input_precision=DOT_PRECISION)
+                tl.store(p_dk, tl.trans(b_dk.to(dk.dtype.element_ty)), mask=m_k)
             else:
+                b_Xk = b_X.to(b_k.dtype)
                 b_dk += tl.dot(tl.trans(b_Xk), b_k, input_precision=DOT_PRECISION)
                 b_dk += tl.dot(b_Xk, b_k, input_precision=DOT_PRECISION)
-            p_dk = dk + (first * H + i_h) * K + o_c[:, None] * (H * K) + o_k[None, :]
-            tl.store(p_dk, b_dk.to(dk.dtype.element_ty), mask=m_k)
+                tl.store(p_dk, b_dk.to(dk.dtype.element_ty), mask=m_k)

@@ -127,7 +127,9 @@ class Experiment:
             dtype = dtype_name(tensor) if tensor.element_size() == 2 else self.key.dtype
             check = Check(
                 error=numerics.error(tensor, wanted, self.term_rms.get(output.name, 0.0)),
-                limit=numerics.tolerance(dtype, devices.interpreting(), self.spec.tolerances.get(output.name)),
+                limit=numerics.tolerance(
+                    dtype, devices.interpreting(), self.spec.tolerances.get(output.name), self.spec.truncations
+                ),
                 output=output.name,
             )
             if check.error / check.limit >= worst.error / worst.limit:

@@ -47,15 +47,19 @@ def error(got: torch.Tensor, wanted: torch.Tensor, term_rms: float = 0.0) -> flo
     return difference / size
 
 
-def tolerance(dtype: str, interpreted: bool, own: float | None = None) -> float:
+def tolerance(
+    dtype: str, interpreted: bool, own: float | None = None, truncations: float = INTERPRETER_FACTOR_BF16
+) -> float:
     """Largest error allowed for results computed from inputs of `dtype`.
 
     Args:
         dtype: Of the op's main tensor, by torch's name.
         interpreted: Whether the kernels ran in Triton's interpreter.
         own: The op's own tolerance for 16-bit inputs, else the common one.
+        truncations: How many times that the interpreter may miss by, which rounds every bfloat16 toward zero: errors
+            of one sign that add up from stage to stage.
     """
     if dtype == "float32":
         return FP32_TOLERANCE
     limit = SIXTEEN_BIT_TOLERANCE if own is None else own
-    return limit * INTERPRETER_FACTOR_BF16 if interpreted and dtype == "bfloat16" else limit
+    return limit * truncations if interpreted and dtype == "bfloat16" else limit

@@ -97,7 +97,8 @@ def test_a_thousand_hits_touch_no_file(tmp_path: Path) -> None:
     begin = next(i for i, line in enumerate(lines) if 'write(1, "BEGIN"' in line)
     end = next(i for i, line in enumerate(lines) if 'write(1, "END"' in line)
     assert any(FILES.match(line) for line in lines[:begin])
-    assert lines[begin + 1 : end] == []
+    # An allocator that grows maps memory of no file.
+    assert [line for line in lines[begin + 1 : end] if "MAP_ANONYMOUS" not in line] == []
 
 
 class Counting(dict[str, str]):

@@ -60,7 +60,7 @@ def prepare_wy_repr_bwd(
 def _bind(problem: Problem, candidate: Candidate) -> Launch:
     key, BT = problem.key, problem.BT
     H, HV, K, V = key.H, key.HV, key.K, key.V
-    BK, BV = tiling.prepare_wy_repr_bwd_tiles(K, V, BT, problem.element_bytes, problem.chip.tiles)
+    BK, BV, BD = tiling.prepare_wy_repr_bwd_tiles(K, V, BT, problem.element_bytes, problem.chip.tiles)
     plan, wants_dg = candidate.plan, problem.has("g")
     kernel = launcher.bind(
         kernels.prepare_wy_repr_bwd_full,
@@ -71,6 +71,7 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
         BT=BT,
         BK=BK,
         BV=BV,
+        BD=BD,
         USE_G=wants_dg,
         G_T_CONTIG=plan.t_contig("g"),
         BETA_T_CONTIG=plan.t_contig("beta"),
