@@ -92,9 +92,9 @@ def chunk_bwd_dqkwg_tiles(
 ) -> tuple[int, int, int, bool]:
     """`(BC, BK, BV, DG_FROM_VALUES)` of `chunk_bwd_dqkwg`: sub-block rows, columns at a time, how dg is formed.
 
-    Two accumulators of 64 x 64 and what they are added to fill the registers of four warps; wider tiles spill, narrower
-    ones wait for memory more often. On Ascend dg is formed from the values: no row per head stays alive across the loop
-    over K.
+    Two accumulators of 64 x 64 and what they are added to fill the registers of four warps; wider tiles spill, and
+    narrower ones take up to half as long again. On Ascend dg is formed from the values: no row per head stays alive
+    across the loop over K.
     """
     widest_k = 32 if element_bytes == 4 else 64
     widest_v = 32 if element_bytes == 4 and chip == "cuda" else 64

@@ -12,8 +12,8 @@ sum_K(t_w * k) = colsum(A * C_w), and the columns of C_u and C_w scaled by beta 
 beta multiply fp32 `[BT, BT]` tiles, never an operand of a product.
 
 One task is one chunk of one query head. It walks the value heads of the group once for all that belongs to one head,
-adding up X, then once more for t_w, so that dk is summed on chip. On a GPU, whose four warps hold few tiles, P is formed
-anew for each head, beside dw k^T whose loads it shares, and X k + X^T k is one product: X lies below the diagonal, X^T
+adding up X, then once more for t_w, so that dk is summed on chip. On a GPU, whose four warps hold few tiles, P is
+formed for each head anew, from the loads of dw k^T, and X k + X^T k is one product: X lies below the diagonal and X^T
 above it, so that their sum is exact in any dtype.
 """
 
