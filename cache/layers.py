@@ -254,15 +254,19 @@ def open_layers(
     pins, pin_hash = (None, "") if pin is None else open_pins(pin)
     if url is not None:
         ServerDatabase(url)
-    user = default_path() if path is None else Path(path)
+    user = default_path() if path is None else Path(path).expanduser()
     return LayeredStore(
         open_store(user),
         server=None if url is None else _guarded_server(url),
-        sites=[_site(Path(each)) for each in shared if Path(each).absolute() != user.absolute()],
+        sites=[_site(each) for each in map(_expanded, shared) if each.absolute() != user.absolute()],
         packaged=_site(PACKAGED) if PACKAGED.exists() else None,
         pins=pins,
         pin_hash=pin_hash,
     )
+
+
+def _expanded(path: str | os.PathLike[str]) -> Path:
+    return Path(path).expanduser()
 
 
 def open_pins(path: str | os.PathLike[str]) -> tuple[MemoryStore, str]:

@@ -29,7 +29,7 @@ def open_store(path: str | os.PathLike[str] | None = None) -> GuardedStore:
     Args:
         path: The file; None means `default_path()`.
     """
-    place = default_path() if path is None else Path(path)
+    place = default_path() if path is None else Path(path).expanduser()
     return GuardedStore(str(place), lambda fault: open_path(place, fault))
 
 

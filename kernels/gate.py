@@ -109,6 +109,8 @@ def gdn_gate_bwd(
             if USE_DT_BIAS:
                 b_x += tl.load(dt_bias + o_h, mask=m_h, other=0.0).to(tl.float32)[:, None]
             b_dgate = load_head_block(dgate, i_b, i_b * T, first, T, o_t, o_h, T, HV, DGATE_T_CONTIG)
+            # Outside every sequence dgate is 0 while the input may hold anything, also NaN.
+            b_x = tl.where(b_dgate == 0.0, 0.0, b_x)
             b_dg = b_dgate * b_rate[:, None] * sigmoid(b_x)
             store_head_block(dg, b_dg, i_b, i_b * T, first, T, o_t, o_h, T, HV, DG_T_CONTIG)
             b_dA += b_dgate * b_rate[:, None] * _softplus(b_x)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import logging
 import os
 from collections.abc import Callable
@@ -33,6 +34,8 @@ class Enabled:
         self._ticket = router.push(made)
 
     def __enter__(self) -> Enabled:
+        if not router.holds(self._ticket):  # left before, or a decorator: entering it again routes again
+            self._ticket = router.push(self._router)
         return self
 
     def __exit__(
@@ -42,8 +45,14 @@ class Enabled:
         self._router.close()  # it opens again where it is still used, as in a backward outside the scope
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Route only inside calls of `function`: the entry is removed here and pushed around each call."""
+        """Route only inside calls of `function`: the entry is removed here and pushed around each call.
+
+        Raises:
+            TypeError: A coroutine or generator function, whose calls return before its body runs.
+        """
         router.remove(self._ticket)
+        if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+            raise TypeError(f"enable: cannot decorate {function.__name__}: use the scope inside its body")
 
         @functools.wraps(function)
         def routed(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -12,11 +12,14 @@ import weakref
 import torch
 
 _lock = threading.Lock()
-_memo: dict[tuple[int, int, int], tuple[weakref.ref[torch.Tensor], torch.Tensor, torch.Tensor]] = {}
+_memo: dict[tuple[int, int, int], tuple[weakref.ref[torch.Tensor], torch.Tensor, torch.Tensor, int]] = {}
 
 
 def prepare_chunk_indices(
-    cu_seqlens: torch.Tensor, chunk_size: int, cu_seqlens_cpu: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor,
+    chunk_size: int,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    tokens: int | None = None,
 ) -> torch.Tensor:
     """Sequence and chunk number of every chunk of a packed batch.
 
@@ -24,11 +27,19 @@ def prepare_chunk_indices(
         cu_seqlens: Sequence starts `[N + 1]`, int32 or int64.
         chunk_size: Tokens of a chunk.
         cu_seqlens_cpu: The same on the host, where the caller has them: nothing waits for the device then.
+        tokens: Length of the batch, where it is known.
 
     Returns:
         `[NT, 2]`, the dtype and device of `cu_seqlens`; empty sequences own no chunk.
+
+    Raises:
+        ValueError: Starts that are negative, that fall, or that pass `tokens`; kernels would write beside their
+            results.
     """
-    return _prepared(cu_seqlens, chunk_size, cu_seqlens_cpu)[0]
+    indices, _, last = _prepared(cu_seqlens, chunk_size, cu_seqlens_cpu)
+    if tokens is not None and last > tokens:
+        raise ValueError(f"cu_seqlens: wanted an end of at most T={tokens}, got {last}")
+    return indices
 
 
 def prepare_chunk_offsets(
@@ -46,15 +57,20 @@ def prepare_chunk_offsets(
 
 def _prepared(
     cu_seqlens: torch.Tensor, chunk_size: int, cu_seqlens_cpu: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both lists, remembered as long as the tensor lives and is not written to by torch."""
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Both lists and where the last sequence ends, remembered while the tensor lives and torch does not write to it."""
     version = 0 if cu_seqlens.is_inference() else cu_seqlens._version
     slot = (id(cu_seqlens), version, chunk_size)
     known = _memo.get(slot)
     if known is not None and known[0]() is cu_seqlens:
-        return known[1], known[2]
+        return known[1], known[2], known[3]
     starts = cu_seqlens_cpu if cu_seqlens_cpu is not None else cu_seqlens.cpu()
-    counts = (starts.diff().clamp(min=0) + chunk_size - 1) // chunk_size
+    if starts.shape != cu_seqlens.shape:
+        raise ValueError(f"cu_seqlens_cpu: wanted {list(cu_seqlens.shape)} as cu_seqlens, got {list(starts.shape)}")
+    if int(starts[0]) < 0 or bool((starts.diff() < 0).any()):
+        raise ValueError(f"cu_seqlens: wanted starts from 0 that never fall, got {starts.tolist()[:16]}")
+    last = int(starts[-1])
+    counts = (starts.diff() + chunk_size - 1) // chunk_size
     sequence = torch.repeat_interleave(torch.arange(len(counts)), counts)
     offsets = torch.nn.functional.pad(counts.long().cumsum(0), (1, 0))
     within = torch.arange(len(sequence)) - offsets[sequence]
@@ -63,10 +79,10 @@ def _prepared(
     device_offsets = offsets.to(device)
     with _lock:
         if cu_seqlens.is_inference():  # written to without a trace: not remembered
-            return indices, device_offsets
+            return indices, device_offsets, last
         forget = weakref.ref(cu_seqlens, lambda _: _memo.pop(slot, None))
-        _memo[slot] = (forget, indices, device_offsets)
-    return indices, device_offsets
+        _memo[slot] = (forget, indices, device_offsets, last)
+    return indices, device_offsets, last
 
 
 def stand_in(cu_seqlens: torch.Tensor, chunk_size: int) -> torch.Tensor:
@@ -75,5 +91,5 @@ def stand_in(cu_seqlens: torch.Tensor, chunk_size: int) -> torch.Tensor:
     offsets = cu_seqlens.new_empty(cu_seqlens.shape, dtype=torch.int64)
     slot = (id(cu_seqlens), cu_seqlens._version, chunk_size)
     with _lock:
-        _memo[slot] = (weakref.ref(cu_seqlens, lambda _: _memo.pop(slot, None)), indices, offsets)
+        _memo[slot] = (weakref.ref(cu_seqlens, lambda _: _memo.pop(slot, None)), indices, offsets, 0)
     return indices

@@ -84,7 +84,7 @@ class Prepared:
         if self.contiguous or self.moves:
             tensors = self.arrange(tensors)
         if self.packed and chunk_indices is None and cu_seqlens is not None:
-            chunk_indices = prepare_chunk_indices(cu_seqlens, self.BT)
+            chunk_indices = prepare_chunk_indices(cu_seqlens, self.BT, tokens=present(tensors[0]).shape[1])
         if self.packed and self.nt_operand is not None:
             self.check_chunks(tensors, chunk_indices)
         if self.device is None or devices.is_current(self.device):

@@ -463,6 +463,11 @@ def push(router: Router) -> int:
     return ticket
 
 
+def holds(ticket: int) -> bool:
+    """Whether an entry is still in the stack."""
+    return ticket in _entries
+
+
 def remove(ticket: int) -> None:
     """Remove an entry, wherever in the stack it is; without effect once it is gone."""
     global _current

@@ -182,6 +182,36 @@ def test_gates_that_would_overflow_outside_the_triangle(device: torch.device) ->
     assert_matches_recurrence({name: x.detach().requires_grad_() for name, x in given.items()})
 
 
+def test_what_is_outside_reaches_no_parameter(device: torch.device) -> None:
+    """NaN beside the sequences leaves the gradients of the gate's parameters alone."""
+    starts = torch.tensor([3, 20, 25], device=device)
+    given = make(device, B=1, T=30, K=16, V=16, N=2)
+    given["A_log"] = torch.zeros(2, device=device, requires_grad=True)
+    given["dt_bias"] = torch.zeros(2, device=device, requires_grad=True)
+    options = {"cu_seqlens": starts, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+    wanted = gradients(ops.chunk_gated_delta_rule, given, **options)
+    with torch.no_grad():
+        for name in ("q", "k", "v", "g", "beta"):
+            given[name][:, :3] = float("nan")
+            given[name][:, 25:] = float("nan")
+    got = gradients(ops.chunk_gated_delta_rule, given, **options)
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(
+    ("starts", "said"),
+    [([0, 40], "at most T=20, got 40"), ([-3, 10], "never fall"), ([0, 10, 5], "never fall")],
+    ids=["past the end", "before the start", "falling"],
+)
+def test_starts_that_would_write_beside_the_results(starts: list[int], said: str, device: torch.device) -> None:
+    given = make(device, B=1, T=20, K=16, V=16)
+    del given["initial_state"]
+    with pytest.raises(ValueError, match=said):
+        ops.chunk_gated_delta_rule(**given, cu_seqlens=torch.tensor(starts, device=device))
+    with pytest.raises(ValueError, match=said):
+        ops.chunk_local_cumsum(given["g"], 64, cu_seqlens=torch.tensor(starts, device=device))
+
+
 # -- relayouts: the chain is one decision ----------------------------------------------------------------------
 
 

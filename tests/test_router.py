@@ -551,3 +551,27 @@ def test_synthetic_arguments_are_the_same_everywhere(device: torch.device) -> No
 
 def test_timer_of_the_tests_runs_nothing() -> None:
     assert SetTimer(lambda name, place: 1.0).round_us([lambda: pytest.fail("ran")]) == [1.0]
+
+
+def test_a_scope_may_be_entered_again() -> None:
+    scope = layout_tuner.enable(fla=False)
+    with scope:
+        pass
+    assert not layout_tuner.is_enabled()
+    with scope:
+        assert layout_tuner.is_enabled()
+    assert not layout_tuner.is_enabled()
+
+
+def test_what_returns_before_its_body_runs_cannot_be_decorated() -> None:
+    async def coroutine() -> None: ...
+
+    with pytest.raises(TypeError, match="inside its body"):
+        layout_tuner.enable(fla=False)(coroutine)
+    assert not layout_tuner.is_enabled()
+
+
+def test_a_home_in_a_cache_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    made = Router(Config.load(cache={"path": "~/decisions.sqlite"}), on_miss="default")
+    assert str(tmp_path) in made.store.name

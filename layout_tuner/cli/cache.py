@@ -206,7 +206,7 @@ def _path(cache: str | Path | None, config: Path | None) -> Path:
     from layout_tuner.config import Config
 
     stated = cache or Config.load(config).cache.path
-    return Path(stated) if stated else default_path()
+    return Path(stated).expanduser() if stated else default_path()
 
 
 def _store(cache: str | None, config: Path | None) -> AbstractContextManager[Store | FolderStore | ServerStore]:

@@ -97,7 +97,7 @@ def chunk_gated_delta_rule(
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if cu_seqlens is not None and cu_seqlens_cpu is not None and chunk_indices is None:
-        chunk_indices = prepare_chunk_indices(cu_seqlens, chunk_size, cu_seqlens_cpu)
+        chunk_indices = prepare_chunk_indices(cu_seqlens, chunk_size, cu_seqlens_cpu, q.shape[1])
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     grad = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     options = (
@@ -344,7 +344,7 @@ class Chain:
         """Output, final state, and what the backward needs."""
         q, k, v, g, beta, A_log, dt_bias, initial_state = inputs
         if cu_seqlens is not None and chunk_indices is None:
-            chunk_indices = prepare_chunk_indices(cu_seqlens, self.BT)
+            chunk_indices = prepare_chunk_indices(cu_seqlens, self.BT, tokens=v.shape[1])
         packed = (cu_seqlens, chunk_indices)
         q_rstd = k_rstd = raw_g = None
         if self.row_norm is not None:
@@ -379,7 +379,7 @@ class Chain:
         Saved-tensor hooks may hand a gate back in another layout, so its arrival is read, not assumed.
         """
         if cu_seqlens is not None and chunk_indices is None:
-            chunk_indices = prepare_chunk_indices(cu_seqlens, self.BT)
+            chunk_indices = prepare_chunk_indices(cu_seqlens, self.BT, tokens=saved.v.shape[1])
         packed = (cu_seqlens, chunk_indices)
         wants_q, wants_k, wants_v, wants_g, wants_beta, wants_A, wants_bias, wants_h0 = wanted
         q, k, v, A, initial_state = saved.q, saved.k, saved.v, saved.A, saved.initial_state
