@@ -95,6 +95,13 @@ class LayeredStore:
         """The layer that is written."""
         return self._user.name
 
+    @property
+    def place(self) -> str:
+        """Where what was published lies, for people: the file, or memory while the file cannot be used."""
+        if isinstance(self._user, GuardedStore) and not self._user.healthy:
+            return f"memory only, {self.name} cannot be used"
+        return self.name
+
     def resolve(
         self, key: KeyRecord, environments: Sequence[str], *, known: Iterable[str] | None = None
     ) -> Resolution | None:

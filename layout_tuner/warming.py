@@ -126,7 +126,7 @@ def warmup(
             rows.append(warm_key(made, spec, key, where))
     except KeyboardInterrupt:
         interrupted = True
-    return Report(rows=tuple(rows), environment=environment(where), store=made.store.name, interrupted=interrupted)
+    return Report(rows=tuple(rows), environment=environment(where), store=made.store.place, interrupted=interrupted)
 
 
 def warm_key(router: Router, spec: OpSpec, key: Key, device: torch.device) -> Row:

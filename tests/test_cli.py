@@ -212,6 +212,7 @@ def test_a_cache_that_cannot_be_written(
     done = tuner("warmup", "--shapes", shapes_file(tmp_path, shape()), "--cache", tmp_path / place)
     assert done.status == 0
     assert "1 tuned" in done.out
+    assert "decisions in memory only" in done.out
     assert WINNER in done.out
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert place.split("/")[0] in warning
