@@ -9,6 +9,7 @@ from layout_tuner.kernels import tiling
 
 from .. import launcher, layouts, reference, router
 from ..registry import DTYPES, Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
+from .sizes import chunk_counts
 
 
 def chunk_bwd_dqkwg(
@@ -142,12 +143,7 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
         chunk_indices: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         B, T = q.shape[0], q.shape[1]
-        if cu_seqlens is None or chunk_indices is None:
-            NT, N = -(-T // BT), 0
-            chunks = B * NT
-        else:
-            NT, N = chunk_indices.shape[0], cu_seqlens.shape[0] - 1
-            chunks = NT
+        NT, N, chunks = chunk_counts(B, T, BT, cu_seqlens, chunk_indices)
         scale = default_scale if scale is None else scale
         dq, dk = torch.empty_like(q), torch.empty_like(k)
         dw = None if w is None else torch.empty_like(w)

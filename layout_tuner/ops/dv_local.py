@@ -10,6 +10,7 @@ from layout_tuner.kernels import tiling
 from .. import launcher, reference, router
 from ..prepare import present
 from ..registry import DTYPES, Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
+from .sizes import chunk_counts
 
 
 def chunk_bwd_dv_local(
@@ -96,12 +97,8 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
     ) -> tuple[torch.Tensor]:
         B, T = q.shape[0], q.shape[1]
         dv = torch.empty_like(do)
-        if cu_seqlens is None or chunk_indices is None:
-            NT, N = -(-T // BT), 0
-            tasks = B * NT * HV
-        else:
-            NT, N = chunk_indices.shape[0], cu_seqlens.shape[0] - 1
-            tasks = NT * HV
+        NT, N, chunks = chunk_counts(B, T, BT, cu_seqlens, chunk_indices)
+        tasks = chunks * HV
         kernel(
             max(1, min(tasks, programs)),
             q,

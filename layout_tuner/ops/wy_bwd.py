@@ -9,6 +9,7 @@ from layout_tuner.kernels import wy_bwd as kernels
 
 from .. import launcher, layouts, reference, router
 from ..registry import Candidate, Launch, Operand, OpSpec, Output, Problem, register
+from .sizes import chunk_counts
 
 
 def prepare_wy_repr_bwd(
@@ -96,12 +97,8 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
         chunk_indices: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         B, T = k.shape[0], k.shape[1]
-        if cu_seqlens is None or chunk_indices is None:
-            NT, N = -(-T // BT), 0
-            tasks = B * NT * H
-        else:
-            NT, N = chunk_indices.shape[0], cu_seqlens.shape[0] - 1
-            tasks = NT * H
+        NT, N, chunks = chunk_counts(B, T, BT, cu_seqlens, chunk_indices)
+        tasks = chunks * H
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         dbeta = layouts.empty((B, T, HV), dbeta_layout, beta.dtype, k.device)
         dg = layouts.empty((B, T, HV), dg_layout, torch.float32, k.device) if wants_dg else None
