@@ -35,12 +35,12 @@ warmup: $(INSTALLED)
 
 ## make test        every test but the ones marked nightly; the simulated NPU's run in a process of their own
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) --dist worksteal -m "not nightly and not ascend"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) -m "not nightly and not ascend"
 	OMP_NUM_THREADS=1 LAYOUT_TUNER_TEST_NPU=1 $(BIN)/pytest -q tests/npu
 
 ## make test-all    the nightly ones too
 test-all: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) --dist worksteal -m "not ascend"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) -m "not ascend"
 	OMP_NUM_THREADS=1 LAYOUT_TUNER_TEST_NPU=1 $(BIN)/pytest -q tests/npu
 
 ## make lint        ruff and mypy; types are checked on the tree that ships
@@ -65,7 +65,7 @@ ascend: .venv-ascend/.installed
 
 ## make ascend-test what lowers, counts and runs kernels for Ascend, on a few of them
 ascend-test: $(INSTALLED) ascend
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) --dist worksteal -m "not nightly" tests/ascend
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) -m "not nightly" tests/ascend
 
 ## make ascend-gate every kernel, candidate, form and width on Ascend's compiler; long, and not all of it passes yet
 ascend-gate: $(INSTALLED) ascend
