@@ -14,7 +14,6 @@ from .records import (
     DecisionRecord,
     FailureClass,
     MeasurementRecord,
-    MissRecord,
     mapping_text,
     utc_now,
 )
@@ -95,21 +94,28 @@ def newer(one: DecisionRecord, other: DecisionRecord) -> DecisionRecord:
 def succeed(old: DecisionRecord, new: DecisionRecord) -> DecisionRecord:
     """A decision as the successor of the one in its slot.
 
-    The evidence of candidates that the new one does not mention is kept: a new candidate is measured against the
-    incumbent alone. The moment never goes backward within a slot, whatever the clock did, so that the newer record
-    stays the newer one.
+    The evidence of candidates that the new one does not mention, or skipped, is kept: a new candidate is measured
+    against the incumbent alone, and one that is known to fail is not tried again. The moment never goes backward within
+    a slot, whatever the clock did, so that the newer record stays the newer one.
     """
-    measured = {each.candidate for each in new.measurements}
+    measured = {each.candidate: each for each in new.measurements}
     kept = [
         each if each.measured_at else replace(each, measured_at=old.created_at)
         for each in old.measurements
-        if each.candidate not in measured and (each.state != "failed" or believed(each, old))
+        if _outlives(each, measured.get(each.candidate)) and (each.state != "failed" or believed(each, old))
     ]
+    stays = {each.candidate for each in kept}
+    found = [each for each in new.measurements if each.candidate not in stays]
     return replace(
         new,
         created_at=max(new.created_at, old.created_at + timedelta(microseconds=1)),
-        measurements=(*new.measurements, *kept)[:MAX_MEASUREMENTS],
+        measurements=(*found, *kept)[:MAX_MEASUREMENTS],
     )
+
+
+def _outlives(old: MeasurementRecord, new: MeasurementRecord | None) -> bool:
+    """Whether what was known of a candidate stays known: nothing new is, or only that it was not tried."""
+    return new is None or (new.state == "skipped" != old.state and new.revision == old.revision)
 
 
 def storable(record: DecisionRecord) -> DecisionRecord:
@@ -124,12 +130,6 @@ def with_failure(record: DecisionRecord, failure: MeasurementRecord, host: str) 
     failure = replace(failure, candidate=record.candidate, revision=record.revision, measured_at=utc_now())
     others = [each for each in record.measurements if each.candidate != record.candidate]
     return replace(record, measurements=(failure, *others)[:MAX_MEASUREMENTS], created_at=utc_now(), host=host)
-
-
-def merged_miss(one: MissRecord, other: MissRecord) -> MissRecord:
-    """Two states of one miss count as one. A host's count only grows, so the larger one holds the smaller."""
-    last = max(one, other, key=lambda miss: (miss.last_seen, miss.count, miss.reason))
-    return replace(last, count=max(one.count, other.count), first_seen=min(one.first_seen, other.first_seen))
 
 
 def facts_order(facts: str) -> tuple[bool, str]:

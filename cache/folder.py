@@ -14,8 +14,8 @@ from .evidence import choose
 from .faults import Fault, StoreError
 from .file import Store
 from .hosts import this_host
-from .memory import frequency
 from .merge import Evidence
+from .misses import frequency
 from .records import DecisionRecord, EnvironmentRecord, KeyRecord, MissRecord
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from .evidence import choose
 from .faults import Fault, StoreError
 from .forking import ProcessLock
 from .interface import DecisionStore
-from .memory import MemoryStore, frequency
+from .memory import MemoryStore
 from .merge import Slot, slot_of
 from .records import DecisionRecord, EnvironmentRecord, KeyRecord, MissRecord
 
@@ -50,7 +50,7 @@ class GuardedStore:
         self._store: DecisionStore | None = None
         self._memory = MemoryStore()
         self._pending: dict[Slot, tuple[DecisionRecord, EnvironmentRecord]] = {}
-        self._pending_misses: list[MissRecord] = []
+        self._pending_misses = MemoryStore()
         self._fault: Fault | None = None
         self._said = False
         self._pause_s = FIRST_RETRY_S
@@ -104,20 +104,20 @@ class GuardedStore:
 
         if not self._try(record, write=True):
             with self._lock:
-                self._pending_misses.extend(kept)
+                self._pending_misses.record_misses(kept)
 
     def misses(self, environment: str | None = None) -> list[MissRecord]:
         """Every miss, the most frequent first."""
-        found = self._try(lambda store: store.misses(environment)) or []
+        both = MemoryStore()
+        both.record_misses(self._try(lambda store: store.misses(environment)) or [])
         with self._lock:
-            memory = MemoryStore()
-            memory.record_misses(self._pending_misses)
-        return sorted([*found, *memory.misses(environment)], key=frequency)
+            both.record_misses(self._pending_misses.misses(environment))
+        return both.misses()
 
     def close(self) -> None:
         """Writes what waits, if that works at once, and gives the store back."""
         with self._lock:
-            if self._pending or self._pending_misses:
+            if self._waiting():
                 self._try(lambda store: True, write=True)
             if self._store is not None:
                 self._store.close()
@@ -136,7 +136,7 @@ class GuardedStore:
         if store is None or (write and self._clock() < self._write_at):
             return None
         try:
-            if self._pending or self._pending_misses:
+            if self._waiting():
                 self._flush(store)
             result = action(store)
         except StoreError as error:
@@ -170,9 +170,13 @@ class GuardedStore:
             for slot, (record, environment) in list(self._pending.items()):
                 store.publish(record, environment)
                 del self._pending[slot]
-            if self._pending_misses:
-                store.record_misses(self._pending_misses)
-                self._pending_misses = []
+            if waiting := self._pending_misses.misses():
+                store.record_misses(waiting)
+                self._pending_misses = MemoryStore()
+
+    def _waiting(self) -> bool:
+        """Whether there is something to write as soon as the store answers again."""
+        return bool(self._pending) or bool(self._pending_misses.misses())
 
     def _failed(self, error: StoreError) -> None:
         with self._lock:

@@ -7,7 +7,7 @@ layer wins.
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .evidence import SOURCE_RANK, failures, imported, strength, with_failure
@@ -17,6 +17,8 @@ from .guarded import GuardedStore
 from .hosts import this_host
 from .interface import DecisionStore
 from .memory import MemoryStore
+from .merge import Evidence
+from .misses import by_key, frequency
 from .pins import read_pins
 from .records import DecisionRecord, EnvironmentRecord, KeyRecord, MeasurementRecord, MissRecord
 from .seal import warn_about
@@ -175,13 +177,35 @@ class LayeredStore:
             found = {each.id: each for each in layer.store.environments()} | found
         return [found[name] for name in sorted(found)]
 
+    def failures(self, key: KeyRecord, environment: str) -> dict[tuple[str, str], MeasurementRecord]:
+        """What is known to fail for a key in an environment, by candidate and revision, of all layers.
+
+        Only what is still believed: compile errors, overflows and wrong results as long as the revision and the
+        environment last, with its compiler; want of memory and timeouts for a time; faults of a device never.
+        """
+        return failures(self.evidence(key, environment))
+
     def record_misses(self, misses: Iterable[MissRecord]) -> None:
-        """Adds misses to their counts, in the user's file."""
-        self._user.record_misses(misses)
+        """Adds misses to their counts, in the user's file and on the server.
+
+        Any number of processes may add theirs, in batches of any size: nothing is lost and nothing counted twice.
+        """
+        kept = [miss if miss.host else replace(miss, host=self._host) for miss in misses]
+        self._user.record_misses(kept)
+        if self._server is not None:
+            self._server.record_misses(kept)
 
     def misses(self, environment: str | None = None) -> list[MissRecord]:
-        """Every miss of the user's file, the most frequent first."""
-        return self._user.misses(environment)
+        """Every miss of every host that the user's file and the server know, the most frequent first."""
+        both = Evidence()
+        for store in (self._user, self._server):
+            for miss in store.misses(environment) if store is not None else ():
+                both.add_miss(miss)
+        return sorted(both.misses.values(), key=frequency)
+
+    def missed(self, environment: str | None = None) -> list[MissRecord]:
+        """The misses of all hosts added up: one record for each key and environment, the most frequent first."""
+        return by_key(self.misses(environment))
 
     def close(self) -> None:
         """Closes every layer."""

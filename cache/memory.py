@@ -2,18 +2,13 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from datetime import datetime
 
 from .evidence import choose, storable, succeed
 from .forking import ProcessLock
 from .hosts import this_host
+from .misses import added, frequency
 from .records import DecisionRecord, EnvironmentRecord, KeyRecord, MissRecord
 from .validation import check_decision, check_environment, check_miss
-
-
-def frequency(miss: MissRecord) -> tuple[int, datetime, str]:
-    """Sort key of misses: the most frequent first, then the oldest."""
-    return -miss.count, miss.first_seen, str(miss.key)
 
 
 class MemoryStore:
@@ -72,17 +67,7 @@ class MemoryStore:
         with self._lock:
             for miss in checked:
                 slot = (miss.environment, miss.key, miss.host)
-                old = self._misses.get(slot)
-                self._misses[slot] = (
-                    miss
-                    if old is None
-                    else replace(
-                        miss,
-                        count=old.count + miss.count,
-                        first_seen=min(old.first_seen, miss.first_seen),
-                        last_seen=max(old.last_seen, miss.last_seen),
-                    )
-                )
+                self._misses[slot] = added(self._misses[slot], miss) if slot in self._misses else miss
 
     def misses(self, environment: str | None = None) -> list[MissRecord]:
         """Every miss, the most frequent first."""

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from .evidence import SOURCE_RANK, digest, facts_order, merged_miss, newer
+from . import misses as counts
+from .evidence import SOURCE_RANK, digest, facts_order, newer
 from .interface import DecisionStore
 from .records import DecisionRecord, EnvironmentRecord, KeyRecord, MeasurementRecord, MissRecord, mapping_text
 
@@ -61,7 +62,7 @@ class Evidence:
         """Adds a miss count."""
         slot = (record.environment, record.key, record.host)
         known = self.misses.get(slot)
-        self.misses[slot] = record if known is None else merged_miss(known, record)
+        self.misses[slot] = record if known is None else counts.merged(known, record)
 
     def conflicts(self) -> Iterator[Conflict]:
         """Every pair of decisions that contradict each other."""

@@ -13,6 +13,7 @@ from sqlalchemy import (
     Table,
     and_,
     bindparam,
+    case,
     delete,
     func,
     insert,
@@ -23,9 +24,19 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-from .evidence import facts_order, merged_miss, succeed
+from . import misses as counts
+from .evidence import facts_order, succeed
 from .models import KEY_COLUMNS, Decision, Environment, Measurement, Miss
-from .records import MAX_MEASUREMENTS, DecisionRecord, EnvironmentRecord, KeyRecord, MissRecord, mapping_text, time_text
+from .records import (
+    MAX_COUNT,
+    MAX_MEASUREMENTS,
+    DecisionRecord,
+    EnvironmentRecord,
+    KeyRecord,
+    MissRecord,
+    mapping_text,
+    time_text,
+)
 from .rows import (
     Row,
     decision_record,
@@ -107,7 +118,7 @@ def merge_misses(connection: Connection, records: Sequence[MissRecord]) -> None:
         if found is None:
             connection.execute(insert(_MISSES), row)
             continue
-        merged = merged_miss(miss_record(found), record)
+        merged = counts.merged(miss_record(found), record)
         connection.execute(update(_MISSES).where(_MISSES.c.id == found["id"]).values(**miss_row(merged)))
 
 
@@ -266,10 +277,10 @@ def _put_miss(dialect: str) -> Executable:
     # SQLite calls them min and max, PostgreSQL least and greatest.
     least, greatest = (func.min, func.max) if dialect == "sqlite" else (func.least, func.greatest)
     changed = {
-        "count": _MISSES.c.count + new["count"],
+        "count": least(_MISSES.c.count + new["count"], MAX_COUNT),
         "first_seen": least(_MISSES.c.first_seen, new["first_seen"]),
         "last_seen": greatest(_MISSES.c.last_seen, new["last_seen"]),
-        "reason": new["reason"],
+        "reason": case((new["last_seen"] >= _MISSES.c.last_seen, new["reason"]), else_=_MISSES.c.reason),
     }
     return statement.on_conflict_do_update(index_elements=list(_MISS_SLOT), set_=changed)
 

@@ -25,6 +25,7 @@ MAX_SAMPLES = 4096
 MAX_MEASUREMENTS = 256
 MAX_REASON = 2000
 MAX_MAPPING = 256
+MAX_COUNT = 2**53
 
 
 def utc_now() -> datetime:
@@ -60,7 +61,7 @@ Label = Annotated[str, Field(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
 Form = Annotated[str, Field(max_length=1000, pattern=r"^[^\x00-\x1f\x7f]*$")]
 Text = Annotated[str, Field(max_length=MAX_REASON)]
 Size = Annotated[int, Field(ge=0, le=2**40)]
-Count = Annotated[int, Field(ge=0, le=2**53)]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Microseconds = Annotated[FiniteFloat, Field(ge=0)]
 Moment = Annotated[datetime, BeforeValidator(_utc), PlainSerializer(time_text, when_used="json")]
 Fact = str | int | float | bool | None

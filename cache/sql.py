@@ -13,7 +13,7 @@ from .bulk import Tally, batches, put_decisions
 from .evidence import choose, storable
 from .faults import Fault, StoreError
 from .hosts import this_host
-from .memory import frequency
+from .misses import frequency
 from .records import DecisionRecord, EnvironmentRecord, KeyRecord, MissRecord
 from .validation import check_decision, check_environment, check_miss
 

@@ -180,6 +180,21 @@ print(len(list(store.decisions())))
 """
 
 
+def test_misses_that_wait_for_the_file_are_counted_with_those_in_it(path, make):
+    clock = [0.0]
+    store = GuardedStore("here", lambda fault: open_path(path, fault), clock=lambda: clock[0])
+    store.record_misses([make.miss(count=2), make.miss(T=7)])
+    store._failed(StoreError("gone", Fault.UNAVAILABLE))
+    store.record_misses([make.miss(count=3)])
+    store.record_misses([make.miss(count=4)])
+    assert [miss.count for miss in store.misses()] == [7]
+    clock[0] += 1000.0
+    assert [(miss.key.T, miss.count) for miss in store.misses()] == [(2048, 9), (7, 1)]
+    store.close()
+    with contextlib.closing(Store(path)) as again:
+        assert [miss.count for miss in again.misses()] == [9, 1]
+
+
 def test_a_limit_on_file_sizes_leaves_memory(path):
     done = subprocess.run([sys.executable, "-c", LIMITED, str(path)], capture_output=True, text=True, timeout=60)
     assert done.stdout == "100\n", done.stderr

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from datetime import timedelta
 
 import pytest
 from layout_tuner.cache.file import Store
@@ -177,3 +178,31 @@ def test_a_url_that_is_none_stops_the_job(tmp_path):
     for url in ("not a url", "mysql://host/name", "sqlite:////tmp/x"):
         with pytest.raises(CacheError, match=r"\[cache\] url"):
             open_layers(tmp_path / "user.sqlite", url=url)
+
+
+def test_failures_of_every_layer_are_known_by_candidate_and_revision(layers, make):
+    fails = {
+        "user": make.measurement("a", state="failed", failure="compile", samples=()),
+        "server": make.measurement("b", state="wrong", failure="wrong", revision="r2"),
+        "site": make.measurement("c", state="failed", failure="memory", measured_at=make.moment),
+    }
+    for layer, failure in fails.items():
+        put(layers, make, layer, candidate="full/g=STRIDE_HV", measurements=(failure,))
+    found = layers.failures(make.key(), make.environment.id)
+    assert {place: each.failure for place, each in found.items()} == {("a", "r1"): "compile", ("b", "r2"): "wrong"}
+    assert layers.failures(make.key(T=7), make.environment.id) == {}
+    assert layers.failures(make.key(), "another compiler") == {}
+
+
+def test_misses_of_all_hosts_add_up_by_key(layers, make):
+    layers.record_misses([make.miss(count=2), make.miss(T=7)])
+    layers.record_misses([make.miss(count=1, last_seen=make.moment + timedelta(hours=1), reason="capture")])
+    # Another host told the server; what this one told both of them counts once.
+    layers.stores["server"].record_misses([make.miss(T=7, count=9, first_seen=make.moment - timedelta(hours=1))])
+    layers.stores["server"].record_misses([make.miss(T=7, environment="other", count=50)])
+    most, other = layers.missed(make.environment.id)
+    assert (most.key.T, most.count) == (7, 10)
+    assert (most.first_seen, most.last_seen) == (make.moment - timedelta(hours=1), make.moment)
+    assert (other.count, other.reason, other.last_seen) == (3, "capture", make.moment + timedelta(hours=1))
+    assert [miss.count for miss in layers.missed()] == [50, 10, 3]
+    assert {miss.host for miss in layers.misses(make.environment.id)} == {HERE, "there"}

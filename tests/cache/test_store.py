@@ -14,7 +14,7 @@ from layout_tuner.cache.evidence import LIFETIMES, failures
 from layout_tuner.cache.faults import Fault, StoreError
 from layout_tuner.cache.file import Store
 from layout_tuner.cache.memory import MemoryStore
-from layout_tuner.cache.records import EnvironmentRecord, utc_now
+from layout_tuner.cache.records import MAX_COUNT, EnvironmentRecord, utc_now
 from layout_tuner.cache.validation import RefusedRowError
 
 
@@ -85,6 +85,61 @@ def test_misses_add_up(store, make):
     assert (most.key.T, most.count) == (64, 9)
     assert (other.count, other.first_seen, other.last_seen) == (5, make.moment, make.moment + timedelta(hours=1))
     assert store.misses("another") == []
+
+
+def test_a_count_that_is_full_stays_full(store, make):
+    store.record_misses([make.miss(count=MAX_COUNT - 1)])
+    for _ in range(3):
+        store.record_misses([make.miss()])
+    assert [miss.count for miss in store.misses()] == [MAX_COUNT]
+
+
+def test_the_reason_of_the_latest_miss_is_kept(store, make):
+    later = make.moment + timedelta(hours=1)
+    for miss in (make.miss(last_seen=later, reason="capture"), make.miss(reason="an older batch, flushed late")):
+        store.record_misses([miss])
+    assert [(miss.count, miss.reason) for miss in store.misses()] == [(2, "capture")]
+
+
+FLUSHING = """
+import sys
+from datetime import datetime, timedelta, timezone
+from layout_tuner.cache.layers import open_layers
+from layout_tuner.cache.records import KeyRecord, MissRecord
+start = datetime(2025, 3, 1, tzinfo=timezone.utc)
+layers = open_layers(sys.argv[1])
+for batch in range(10):
+    misses = []
+    for T in range(1, 6):
+        key = KeyRecord(op="x", B=1, T=T, H=1, HV=1, K=1, V=1, varlen=False, dtype="float32", form="")
+        seen = start + timedelta(seconds=100 * int(sys.argv[2]) + batch)
+        misses.append(MissRecord(key=key, environment="e", count=T, first_seen=seen, last_seen=seen, reason="r"))
+    layers.record_misses(misses)
+layers.close()
+"""
+
+
+def test_misses_of_several_processes_add_up(path, make, opened):
+    command = [sys.executable, "-c", FLUSHING, str(path)]
+    children = [subprocess.Popen([*command, str(number)]) for number in range(4)]
+    assert [child.wait(60) for child in children] == [0] * 4
+    found = opened(path).misses("e")
+    assert [(miss.key.T, miss.count) for miss in found] == [(T, 40 * T) for T in (5, 4, 3, 2, 1)]
+    assert {(miss.last_seen - miss.first_seen).total_seconds() for miss in found} == {309.0}
+
+
+def test_a_candidate_that_was_skipped_is_still_known_to_fail(store, make):
+    failed = make.measurement("a", state="failed", failure="compile", reason="no such instruction", samples=())
+    old = make.measurement("b", state="failed", failure="compile", revision="r0", samples=())
+    store.publish(make.decision(measurements=(make.measurement(), failed, old)), make.environment)
+    skipped = [make.measurement(name, state="skipped", reason="known to fail", samples=()) for name in ("a", "b")]
+    stored = store.publish(make.decision(measurements=(make.measurement(), *skipped)), make.environment)
+    assert {each.candidate: each.state for each in stored.measurements} == {
+        "full/g=T_CONTIG": "ok",
+        "a": "failed",
+        "b": "skipped",
+    }
+    assert list(failures(store.evidence(make.key(), make.environment.id))) == [("a", "r1")]
 
 
 def test_a_wrong_winner_is_not_believed_not_even_from_another_host(store, make):
