@@ -46,6 +46,7 @@ class Database(Forkable):
         path: The file.
         read_only: Whether nothing is ever written to it.
         immutable: Whether it is read without locks, as a file that nobody changes.
+        attached: Whether it is read as its writers read it: with their locks, and with nothing left beside it.
         journal: Journal mode wanted: `wal`, or `delete` where shared memory between processes does not work.
         busy_timeout_s: How long a transaction waits for other writers.
     """
@@ -56,13 +57,15 @@ class Database(Forkable):
         *,
         read_only: bool = False,
         immutable: bool = False,
+        attached: bool = False,
         journal: str = "wal",
         busy_timeout_s: float = BUSY_TIMEOUT_S,
     ) -> None:
         super().__init__()
         self.path = path
-        self.read_only = read_only or immutable
+        self.read_only = read_only or immutable or attached
         self.immutable = immutable
+        self.attached = attached
         self.journal = journal
         self.busy_timeout_s = busy_timeout_s
         self._engine: Engine | None = None
@@ -191,7 +194,8 @@ class Database(Forkable):
             with contextlib.suppress(FileExistsError):
                 os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
         file = identity(self.path)
-        mode = "mode=ro&immutable=1" if self.immutable else "mode=ro" if self.read_only else "mode=rw"
+        reading = self.read_only and not self.attached
+        mode = "mode=ro&immutable=1" if self.immutable else "mode=ro" if reading else "mode=rw"
         connection = sqlite3.connect(
             f"{self.path.absolute().as_uri()}?{mode}",
             uri=True,

@@ -1,12 +1,13 @@
 """What is wrong, or doubtful, with a decision file: findings for people, nothing is changed."""
 
+import contextlib
 import functools
 import os
 import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,18 +17,18 @@ from layout_tuner.errors import CacheError
 
 from . import schema
 from .database import Database
-from .faults import CAUGHT
-from .filesystem import file_system
+from .faults import CAUGHT, StoreError
+from .file import WAL_MODE
+from .filesystem import FileSystem, file_system
 from .folder import host_files
 from .models import SCHEMA_VERSION
 from .queries import page_of_decisions
 from .seal import SealState, seal_state
+from .server import ServerStore
 
 Level = Literal["ok", "note", "warning", "error"]
 
-_WAL_HEADER = b"\x02\x02"
 _LOCK_TEST_TIMEOUT_S = 20
-_NO_DECISIONS = "none"
 
 # Run by another process: locks within one say nothing about locks between two.
 _LOCK_TEST = """
@@ -55,32 +56,62 @@ class Finding:
     text: str
 
 
+def examine_server(url: str) -> list[Finding]:
+    """What can be said about a server; raises `CacheError` where the URL is none."""
+    try:
+        with contextlib.closing(ServerStore(url, create=False)) as store:
+            number = store.count()
+            readable = sum(1 for _ in store.decisions())
+            name = store.name
+    except StoreError as error:
+        return [Finding(level="error", subject="server", text=str(error))]
+    return [
+        Finding(level="ok", subject="server", text=f"{name} answers"),
+        Finding(level="ok", subject="schema", text=f"version {SCHEMA_VERSION}"),
+        _decisions(number, readable),
+    ]
+
+
 def examine(path: Path) -> list[Finding]:
     """Everything that can be said about a decision file, its place and its content.
 
     For a process that does not use the file at the same time: looking at its bytes would drop SQLite's locks on it.
     """
-    findings = [_place(path)]
-    if not path.exists():
-        others = [each for each in host_files(path) if each != path]
-        text = f"{len(others)} files of hosts" if others else "no file yet; the first decision makes one"
-        return [*findings, Finding(level="note", subject="file", text=text)]
-    header = _header(path)
-    findings += _rights(path)
-    findings += _content(path, header)
-    if any(each.level == "error" for each in findings) or any(each.text == _NO_DECISIONS for each in findings):
-        findings += _copied(path, header)
-    if not any(each.level == "error" for each in findings) and _written_here(path):
-        findings.append(_locks(path))
+    kind = file_system(path.parent)
+    findings = [_place(kind)]
+    files = [path] if path.exists() else []
+    if not kind.local and not path.is_dir():
+        files = host_files(path)
+    if not files:
+        return [*findings, Finding(level="note", subject="file", text="no file yet; the first decision makes one")]
+    for file in files:
+        of_host = f"{file.name}: " if file != path else ""
+        findings += [replace(each, text=of_host + each.text) for each in _file(file)]
     return findings
 
 
-def _place(path: Path) -> Finding:
-    kind = file_system(path.parent)
+def _place(kind: FileSystem) -> Finding:
     if kind.local:
         return Finding(level="ok", subject="file system", text=f"{kind.name}, local")
     text = f"{kind.name}, taken for a network: each host writes a file of its own, and all of them are read"
     return Finding(level="note", subject="file system", text=text)
+
+
+def _file(path: Path) -> list[Finding]:
+    """Everything that can be said about one file."""
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else "is no regular file"
+        return [Finding(level="error", subject="file", text=what)]
+    findings = [*_rights(path)]
+    if not path.stat().st_size:
+        return [*findings, Finding(level="note", subject="file", text="empty; the first decision begins it")]
+    header = _header(path)
+    findings += _content(path, header)
+    if any(each.level == "error" for each in findings):
+        findings += _copied(path, header)
+    elif _written_here(path):
+        findings.append(_locks(path))
+    return findings
 
 
 def _rights(path: Path) -> Iterator[Finding]:
@@ -141,30 +172,32 @@ def _checks(database: Database) -> Iterator[Finding]:
         subject="integrity",
         text="every page is sound" if sound else "; ".join(str(row[0]).replace("\n", " ") for row in answers),
     )
-    for subject, statement in _ORPHANS.items():
+    for subject, (statement, remedy) in _ORPHANS.items():
         ((number,),) = database.run(_rows(statement))
         if number:
             yield Finding(
-                level="warning", subject="orphans", text=f"{number} {subject}: tuner cache prune removes them"
+                level="warning", subject="orphans", text=f"{number} {subject}: `tuner cache prune --orphans` {remedy}"
             )
-    decisions, readable = _counted(database)
-    bad = decisions - readable
-    if not decisions:
-        yield Finding(level="note", subject="decisions", text=_NO_DECISIONS)
-        return
-    yield Finding(
-        level="warning" if bad else "ok",
-        subject="decisions",
-        text=f"{decisions}" + (f", {bad} of them unreadable and ignored" if bad else ""),
-    )
+    yield _decisions(*_counted(database))
+
+
+def _decisions(number: int, readable: int) -> Finding:
+    """How many decisions there are, and how many of them count."""
+    if not number:
+        return Finding(level="note", subject="decisions", text="none yet")
+    bad = number - readable
+    text = f"{number}" + (f", {bad} of them unreadable and ignored" if bad else "")
+    return Finding(level="warning" if bad else "ok", subject="decisions", text=text)
 
 
 _ORPHANS = {
     "measurements belong to no decision": (
-        "SELECT count(*) FROM measurements WHERE decision_id NOT IN (SELECT id FROM decisions)"
+        "SELECT count(*) FROM measurements WHERE decision_id NOT IN (SELECT id FROM decisions)",
+        "removes them",
     ),
     "decisions belong to no environment": (
-        "SELECT count(*) FROM decisions WHERE environment_id NOT IN (SELECT id FROM environments)"
+        "SELECT count(*) FROM decisions WHERE environment_id NOT IN (SELECT id FROM environments)",
+        "adds it, without facts",
     ),
 }
 
@@ -186,7 +219,7 @@ def _counted(database: Database) -> tuple[int, int]:
 
 def _copied(path: Path, header: bytes) -> Iterator[Finding]:
     """Explains the damage of copying a file in use: what was written last is in the `-wal` file that stayed behind."""
-    if header[18:20] == _WAL_HEADER and not Path(f"{path}-wal").exists():
+    if header[18:20] == WAL_MODE and not Path(f"{path}-wal").exists():
         text = (
             "the file was in use and no -wal file is beside it, as when a live database is copied alone; "
             "if this is a copy, go back to the original and share it with `tuner cache export`"

@@ -72,7 +72,7 @@ def failures(records: Iterable[DecisionRecord]) -> dict[tuple[str, str], Measure
             if believed(each, record):
                 place = (each.candidate, each.revision)
                 if place not in found or each.state == "wrong":
-                    found[place] = each
+                    found[place] = each if each.measured_at else replace(each, measured_at=record.created_at)
     return found
 
 

@@ -23,6 +23,9 @@ class Fault(Enum):
     UNAVAILABLE = "unavailable"
     """A stale handle, a server that does not answer: may heal by itself."""
 
+    OLDER = "older"
+    """Written by an earlier version of this product, where it may not be migrated."""
+
     NEWER = "newer"
     """Written by a later version of this product."""
 
@@ -74,9 +77,9 @@ def fault_of(error: BaseException) -> Fault:
 
 
 def store_error(place: object, error: Exception) -> StoreError:
-    """The `StoreError` for an exception met at a place; a `StoreError` stays what it is."""
+    """The `StoreError` for an exception met at a place; a `StoreError` that names the place stays what it is."""
     if isinstance(error, StoreError):
-        return error
+        return error if str(place) in str(error) else StoreError(f"{place}: {error}", error.fault)
     cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
     text = str(cause).strip().splitlines()
     return StoreError(f"{place}: {text[0] if text else type(cause).__name__}", fault_of(error))

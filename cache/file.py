@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -10,10 +10,13 @@ from . import schema
 from .bulk import Tally, decisions_of
 from .database import BUSY_TIMEOUT_S, Database
 from .evidence import imported
-from .faults import StoreError
+from .faults import Fault, StoreError
 from .records import DecisionRecord
 from .sql import SqlStore
 from .transfer import transfer
+
+WAL_MODE = b"\x02\x02"
+"""What the bytes 18 and 19 of a file in WAL mode are."""
 
 
 class Store(SqlStore):
@@ -31,6 +34,7 @@ class Store(SqlStore):
         *,
         read_only: bool = False,
         immutable: bool = False,
+        attached: bool = False,
         journal: str = "wal",
         host: str | None = None,
         busy_timeout_s: float = BUSY_TIMEOUT_S,
@@ -38,13 +42,14 @@ class Store(SqlStore):
     ) -> None:
         """Opens the file; unless it is for reading only, makes it where there is none and repairs what can be repaired.
 
-        A file that is no database is set aside under another name and a new one begun; one of an older schema is
-        migrated.
+        A damaged database is set aside under another name and a new one begun; one of an older schema is migrated.
+        What neither looks like a database nor is named as one is left alone.
 
         Args:
             path: The file.
             read_only: Never write to it.
             immutable: Read it without locks, as a file that nobody changes; implies `read_only`.
+            attached: Read it with the locks of those who write it, which takes a right to write; implies `read_only`.
             journal: `wal`, or `delete` where processes cannot share memory, as on a network file system.
             host: The name under which decisions are stored that carry none; by default this machine's.
             busy_timeout_s: How long to wait for other writers.
@@ -55,7 +60,12 @@ class Store(SqlStore):
         """
         self.path = Path(path)
         database = Database(
-            self.path, read_only=read_only, immutable=immutable, journal=journal, busy_timeout_s=busy_timeout_s
+            self.path,
+            read_only=read_only,
+            immutable=immutable,
+            attached=attached,
+            journal=journal,
+            busy_timeout_s=busy_timeout_s,
         )
         try:
             schema.prepare(database, verify=verify)
@@ -109,3 +119,33 @@ class Store(SqlStore):
         if removed:
             self._database.vacuum()
         return removed
+
+
+def open_for_reading(path: Path) -> Store:
+    """A file that is not to be written: with the locks of its writers, or as one that has none.
+
+    Raises:
+        StoreError: It cannot be read.
+    """
+    ways: list[Callable[[], Store]] = []
+    if os.access(path, os.W_OK) and os.access(path.parent, os.W_OK):
+        ways.append(functools.partial(Store, path, attached=True))
+    elif Path(f"{path}-wal").exists() or not in_wal_mode(path):
+        # Otherwise SQLite would make files beside it that belong to the reader and lock its owner out.
+        ways.append(functools.partial(Store, path, read_only=True))
+    for way in ways:
+        try:
+            return way()
+        except StoreError as error:
+            if error.fault not in (Fault.READ_ONLY, Fault.UNAVAILABLE):
+                raise
+    return Store(path, immutable=True)
+
+
+def in_wal_mode(path: Path) -> bool:
+    """Whether a file's header says that its writers use WAL. Not for a file that this process writes."""
+    try:
+        with path.open("rb") as file:
+            return file.read(20)[18:] == WAL_MODE
+    except OSError:
+        return False

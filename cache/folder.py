@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from .evidence import choose
 from .faults import Fault, StoreError
-from .file import Store
+from .file import Store, in_wal_mode
 from .hosts import this_host
 from .merge import Evidence
 from .misses import frequency
@@ -45,24 +45,38 @@ class FolderStore:
 
     Attributes:
         path: The file that they stand for.
-        own: This host's file.
+        read_only: Whether not even this host's file is written, nor made where there is none.
     """
 
-    def __init__(self, path: Path, *, host: str | None = None) -> None:
+    def __init__(self, path: Path, *, host: str | None = None, read_only: bool = False) -> None:
         """Opens this host's file.
 
+        Args:
+            path: The file that all hosts name.
+            host: This host.
+            read_only: Only read what hosts have written so far.
+
         Raises:
-            StoreError: It can be neither used nor made.
+            StoreError: This host's file can be neither used nor made.
         """
         self.path = path
-        self.own = Store(host_file(path, host or this_host()), journal="delete", host=host)
+        self.read_only = read_only
+        self._own_path = host_file(path, host or this_host())
+        self._own = None if read_only else Store(self._own_path, journal="delete", host=host)
         self._peers: dict[Path, Store] = {}
         self._said: set[Path] = set()
 
     @property
     def name(self) -> str:
-        """This host's file."""
-        return self.own.name
+        """This host's file, or the one that all of them stand for."""
+        return str(self.path if self.read_only else self._own_path)
+
+    @property
+    def own(self) -> Store:
+        """This host's file, to write to; raises `StoreError` where it is only read."""
+        if self._own is None:
+            raise StoreError(f"{self.path}: opened for reading only", Fault.READ_ONLY)
+        return self._own
 
     def publish(self, decision: DecisionRecord, environment: EnvironmentRecord) -> DecisionRecord:
         """Stores a decision in this host's file."""
@@ -110,20 +124,22 @@ class FolderStore:
 
     def close(self) -> None:
         """Closes every file."""
-        self.own.close()
+        if self._own is not None:
+            self._own.close()
         for store in self._peers.values():
             store.close()
 
     def _stores(self) -> Iterator[Store]:
         """This host's file, then those of the others, as far as they can be read now."""
-        yield self.own
+        if self._own is not None:
+            yield self._own
         for path in host_files(self.path):
-            if path == self.own.path:
+            if self._own is not None and path == self._own_path:
                 continue
             store = self._peers.get(path)
             if store is None:
                 try:
-                    store = Store(path, read_only=True)
+                    store = _peer(path)
                 except StoreError as error:
                     self._say(path, error)
                     continue
@@ -135,7 +151,7 @@ class FolderStore:
         try:
             return action(store)
         except StoreError as error:
-            if store is self.own:
+            if store is self._own:
                 raise
             store.close()
             self._say(store.path, error)
@@ -147,3 +163,9 @@ class FolderStore:
             self._said.add(path)
             level = logging.INFO if error.fault is Fault.UNAVAILABLE else logging.WARNING
             logger.log(level, "%s; left out for now", error)
+
+
+def _peer(path: Path) -> Store:
+    """A file that another host may be writing, or one from before that no host writes any more."""
+    in_use_in_place = path.with_name(f"{path.name}-wal").exists()
+    return Store(path, read_only=True) if in_use_in_place or not in_wal_mode(path) else Store(path, immutable=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from .evidence import SOURCE_RANK, failures, imported, strength, with_failure
 from .faults import Fault
 from .file import Store
+from .folder import host_files
 from .guarded import GuardedStore
 from .hosts import this_host
 from .interface import DecisionStore
@@ -23,7 +24,7 @@ from .pins import read_pins
 from .records import DecisionRecord, EnvironmentRecord, KeyRecord, MeasurementRecord, MissRecord
 from .seal import warn_about
 from .server import ServerDatabase, ServerStore
-from .store import default_path, open_store
+from .store import default_path, open_existing, open_store
 
 logger = logging.getLogger(__name__)
 
@@ -270,6 +271,7 @@ def open_layers(
     shared: Sequence[str | os.PathLike[str]] = (),
     url: str | None = None,
     pin: str | os.PathLike[str] | None = None,
+    read_only: bool = False,
 ) -> LayeredStore:
     """The layers that settings name. What cannot be used is said once and does without.
 
@@ -278,6 +280,7 @@ def open_layers(
         shared: Site files, the nearest first; they are only read.
         url: A server, as `postgresql+psycopg://user@host/name`.
         pin: A pin file: nothing else answers then.
+        read_only: To look at what is stored: nothing is made or changed, and trouble with the user's file is raised.
 
     Raises:
         CacheError: The pin file cannot be used, or the URL is none. Both would silently change what runs.
@@ -287,13 +290,19 @@ def open_layers(
         ServerDatabase(url)
     user = default_path() if path is None else Path(path).expanduser()
     return LayeredStore(
-        open_store(user),
-        server=None if url is None else _guarded_server(url),
+        _looked_at(user) if read_only else open_store(user),
+        server=None if url is None else _guarded_server(url, create=not read_only),
         sites=[_site(each) for each in map(_expanded, shared) if each.absolute() != user.absolute()],
         packaged=_site(PACKAGED) if PACKAGED.exists() else None,
         pins=pins,
         pin_hash=pin_hash,
     )
+
+
+def _looked_at(path: Path) -> DecisionStore:
+    """The user's file for reading; one that no decision has begun yet holds none."""
+    begun = path.stat().st_size > 0 if path.is_file() else path.exists() or bool(host_files(path))
+    return open_existing(path) if begun else MemoryStore(name=str(path))
 
 
 def _expanded(path: str | os.PathLike[str]) -> Path:
@@ -310,8 +319,8 @@ def open_pins(path: str | os.PathLike[str]) -> tuple[MemoryStore, str]:
     return store, digest
 
 
-def _guarded_server(url: str) -> GuardedStore:
-    return GuardedStore("server", lambda fault: ServerStore(url))
+def _guarded_server(url: str, *, create: bool) -> GuardedStore:
+    return GuardedStore("server", lambda fault: ServerStore(url, create=create))
 
 
 def _site(path: Path) -> GuardedStore:

@@ -14,7 +14,8 @@ from .validation import check_decision, check_environment, check_miss
 class MemoryStore:
     """Decisions in memory, with the operations of a file."""
 
-    def __init__(self, host: str | None = None) -> None:
+    def __init__(self, host: str | None = None, *, name: str = "memory") -> None:
+        self._name = name
         self._host = host or this_host()
         self._lock = ProcessLock()
         self._environments: dict[str, EnvironmentRecord] = {}
@@ -24,7 +25,7 @@ class MemoryStore:
     @property
     def name(self) -> str:
         """For people."""
-        return "memory"
+        return self._name
 
     def publish(self, decision: DecisionRecord, environment: EnvironmentRecord) -> DecisionRecord:
         """Stores a decision and returns it as stored."""

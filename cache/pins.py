@@ -16,6 +16,7 @@ from .records import DecisionRecord
 from .validation import DECISION, RefusedRowError, check_decision, explain
 
 FORMAT = "layout_tuner pins 1"
+_START_BYTES = 4096
 MAX_PIN_BYTES = 256 * 1024 * 1024
 
 
@@ -38,8 +39,9 @@ def write_pins(path: str | os.PathLike[str], decisions: Iterable[DecisionRecord]
         The hash.
 
     Raises:
-        CacheError: Two decisions pin one key, or the file cannot be written.
+        CacheError: Two decisions pin one key, the file cannot be written, or something else lies in its place.
     """
+    _refuse_other_files(Path(path))
     pinned: dict[tuple[object, ...], Any] = {}
     for record in decisions:
         plain = DECISION.dump_python(check_decision(record), mode="json")
@@ -83,6 +85,24 @@ def read_pins(path: str | os.PathLike[str]) -> tuple[str, tuple[DecisionRecord, 
             "it was changed after it was written"
         )
     return found, tuple(_pin(path, number, each) for number, each in enumerate(plain))
+
+
+def _refuse_other_files(path: Path) -> None:
+    """Raises `CacheError` where a file would be written over that is no pin file."""
+    try:
+        if not path.exists() and not path.is_symlink():
+            return
+        if path.is_dir():
+            raise CacheError(f"{path}: is a folder")
+        if not path.is_file():
+            raise CacheError(f"{path}: is no regular file")
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(_START_BYTES)
+    except OSError as error:
+        raise CacheError(f"{path}: {error.strerror or error}") from error
+    if size and json.dumps(FORMAT).encode() not in start:
+        raise CacheError(f"{path}: is there and no pin file; write elsewhere")
 
 
 def _pin(path: object, number: int, plain: Any) -> DecisionRecord:

@@ -142,7 +142,7 @@ def prune(connection: Connection, *, older_than: datetime | None, environment: s
         if older_than is not None:
             conditions.append(moment < time_text(older_than))
         removed = connection.execute(delete(table).where(*conditions)).rowcount
-    _sweep(connection)
+    sweep(connection)
     return removed
 
 
@@ -150,7 +150,7 @@ def keep_only(connection: Connection, *, environment: str | None, op: str | None
     """Removes decisions and misses that are not of an environment and an op."""
     for table in (_MISSES, DECISIONS):
         connection.execute(delete(table).where(not_(and_(true(), *_named(table, environment, op)))))
-    _sweep(connection)
+    sweep(connection)
 
 
 def _named(table: Table, environment: str | None, op: str | None) -> list[ColumnElement[bool]]:
@@ -158,10 +158,17 @@ def _named(table: Table, environment: str | None, op: str | None) -> list[Column
     return [table.c[name] == value for name, value in wanted.items() if value is not None]
 
 
-def _sweep(connection: Connection) -> None:
-    """Removes what nothing names any more."""
-    connection.execute(delete(MEASUREMENTS).where(MEASUREMENTS.c.decision_id.not_in(select(DECISIONS.c.id))))
-    connection.execute(delete(_ENVIRONMENTS).where(_ENVIRONMENTS.c.id.not_in(select(DECISIONS.c.environment_id))))
+def sweep(connection: Connection) -> int:
+    """Removes what nothing names any more and names what is missing; returns how many rows that took."""
+    known = select(_ENVIRONMENTS.c.id)
+    nameless = select(DECISIONS.c.environment_id).where(DECISIONS.c.environment_id.not_in(known)).distinct()
+    missing = list(connection.execute(nameless).scalars())
+    if missing:
+        connection.execute(insert(_ENVIRONMENTS), [{"id": name, "facts": _NO_FACTS} for name in missing])
+    without_decision = delete(MEASUREMENTS).where(MEASUREMENTS.c.decision_id.not_in(select(DECISIONS.c.id)))
+    without_use = delete(_ENVIRONMENTS).where(_ENVIRONMENTS.c.id.not_in(select(DECISIONS.c.environment_id)))
+    removed = [connection.execute(statement).rowcount for statement in (without_decision, without_use)]
+    return len(missing) + sum(removed)
 
 
 def evidence(connection: Connection, key: KeyRecord, environment: str) -> tuple[DecisionRecord, ...]:

@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 APPLICATION_ID = 0x4C54444E
 """Marks a SQLite file as one of this product's, so that no other program's file is taken for a damaged one."""
 
+_MAGIC = b"SQLite format 3\0"
+_NAMES = frozenset({".sqlite", ".sqlite3", ".db"})
+
 _TABLES = {table.name: {column.name for column in table.columns} for table in Base.metadata.sorted_tables}
 
 
@@ -56,6 +59,8 @@ def prepare(database: Database, *, verify: bool = False) -> None:
         except StoreError as error:
             if error.fault is not Fault.DAMAGED:
                 raise
+            if not meant_as_database(database.path):
+                raise foreign(database.path) from error
             set_aside(database, error, probe)
             continue
         if found is None:
@@ -72,7 +77,28 @@ def prepare(database: Database, *, verify: bool = False) -> None:
                 return
             break
     _check_tables(database, SCHEMA_VERSION)
+    if database.run(_sealed):
+        database.run(_unseal, write=True)
     database.adopt()
+
+
+def meant_as_database(path: Path) -> bool:
+    """Whether a file begins as SQLite's do or is named as one, so that it may be taken for a damaged one."""
+    if path.suffix.lower() in _NAMES:
+        return True
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
+
+
+def foreign(path: Path) -> StoreError:
+    """What to say of a file that was never one of decisions."""
+    return StoreError(
+        f"{path}: is not a file of decisions and is left as it is; wanted one of those, or the name of a new one",
+        Fault.FOREIGN,
+    )
 
 
 def file_version(connection: Connection) -> int | None:
@@ -160,6 +186,17 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
+def _sealed(connection: Connection) -> bool:
+    return connection.exec_driver_sql("SELECT 1 FROM seals LIMIT 1").first() is not None
+
+
+def _unseal(connection: Connection) -> None:
+    """An export that becomes a file in use, as where it was copied to a user's place, is no export any more."""
+    # Overwritten with zeros, because the mark of a seal is looked for in every byte of a file.
+    connection.exec_driver_sql("PRAGMA secure_delete = ON")
+    connection.exec_driver_sql("DELETE FROM seals")
+
+
 def _check_place(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -172,14 +209,19 @@ def _check_place(path: Path) -> None:
 
 
 def _check_readable(database: Database) -> None:
-    found = database.run(file_version)
+    try:
+        found = database.run(file_version)
+    except StoreError as error:
+        if error.fault is Fault.DAMAGED and not meant_as_database(database.path):
+            raise foreign(database.path) from error
+        raise
     if found is None:
-        raise StoreError(f"{database.path}: empty", Fault.UNAVAILABLE)
+        raise StoreError(f"{database.path}: is empty, it holds no decisions yet", Fault.UNAVAILABLE)
     if found < SCHEMA_VERSION:
         raise StoreError(
-            f"{database.path}: schema version {found}, this version reads {SCHEMA_VERSION}; "
-            "open it once for writing to migrate it",
-            Fault.READ_ONLY,
+            f"{database.path}: has schema version {found}, this version of layout_tuner reads {SCHEMA_VERSION}; "
+            "the first job or `tuner cache import` that may write it migrates it",
+            Fault.OLDER,
         )
     _check_tables(database, found)
 

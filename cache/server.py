@@ -101,8 +101,13 @@ class ServerDatabase(Forkable):
 class ServerStore(SqlStore):
     """Decisions in a server database."""
 
-    def __init__(self, url: str, *, host: str | None = None) -> None:
-        """Connects, and makes the tables where there are none.
+    def __init__(self, url: str, *, host: str | None = None, create: bool = True) -> None:
+        """Connects.
+
+        Args:
+            url: The server.
+            host: The name under which decisions are stored that carry none; by default this machine's.
+            create: Make the tables where there are none; for reading there is no need.
 
         Raises:
             CacheError: The URL cannot be used.
@@ -111,6 +116,7 @@ class ServerStore(SqlStore):
         database = ServerDatabase(url)
         super().__init__(database, host)
         self._place = database.name
+        self._create = create
         try:
             database.run(self._prepare, write=True)
         except StoreError:
@@ -125,6 +131,8 @@ class ServerStore(SqlStore):
     def _prepare(self, connection: Connection) -> None:
         connection.execute(text("SELECT pg_advisory_xact_lock(:number)"), {"number": _SCHEMA_LOCK})
         if not inspect(connection).has_table(SchemaVersion.__tablename__):
+            if not self._create:
+                raise StoreError(f"{self._place}: holds no decisions yet, not even their tables", Fault.UNAVAILABLE)
             schema.create(connection)
             return
         found = (

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -18,8 +18,8 @@ from .bulk import Tally
 from .database import Database
 from .evidence import choose, imported
 from .faults import Fault, StoreError
-from .file import Store
-from .folder import FolderStore
+from .file import Store, open_for_reading
+from .folder import FolderStore, host_files
 from .hosts import this_host
 from .interface import DecisionStore
 from .merge import Conflict, conflicts
@@ -95,9 +95,9 @@ def export_file(
         op: Only decisions of this op.
 
     Raises:
-        CacheError: It cannot be read or written.
+        CacheError: It cannot be read or written, or something that is no earlier export lies where it is to be written.
     """
-    target = _target(out)
+    target = _target(out, _files_of(store))
     with replacing(target) as scratch:
         if isinstance(store, Store):
             store.snapshot(scratch)
@@ -115,8 +115,10 @@ def import_file(store: SqlStore | FolderStore, path: str | os.PathLike[str]) -> 
     Raises:
         CacheError: The file cannot be read, or was changed after it was exported.
     """
+    target = store.own if isinstance(store, FolderStore) else store
+    if isinstance(target, Store) and _same(Path(path), target.path):
+        raise CacheError(f"{path}: is the file that decisions are to be brought to")
     with open_shared(Path(path)) as source:
-        target = store.own if isinstance(store, FolderStore) else store
         if isinstance(target, Store):
             return target.absorb_file(source, as_imported=True)
         host = this_host()
@@ -130,9 +132,9 @@ def merge_files(paths: Sequence[str | os.PathLike[str]], out: str | os.PathLike[
     result.
 
     Raises:
-        CacheError: A file cannot be read, or the result not be written.
+        CacheError: A file cannot be read, or the result not be written; nothing but an earlier export is replaced.
     """
-    target = _target(out)
+    target = _target(out, [Path(path) for path in paths])
     tally = Tally()
     with replacing(target) as scratch:
         with contextlib.closing(Store(scratch, journal="delete")) as merged:
@@ -173,6 +175,11 @@ def prune(
     return target.prune(older_than=older_than, environment=environment, op=op)
 
 
+def sweep(store: SqlStore | FolderStore) -> int:
+    """As `SqlStore.sweep`, on a network file system in this host's file."""
+    return (store.own if isinstance(store, FolderStore) else store).sweep()
+
+
 @contextlib.contextmanager
 def open_shared(path: Path) -> Iterator[Store]:
     """A file from elsewhere, for reading.
@@ -180,30 +187,68 @@ def open_shared(path: Path) -> Iterator[Store]:
     Raises:
         CacheError: It cannot be read, or was changed after it was exported.
     """
-    if not path.is_file():
-        raise StoreError(f"{path}: no such file", Fault.UNAVAILABLE)
+    require_file(path)
     live = Path(f"{path}-wal").exists()
+    state = SealState.NONE
     if not live:
         state = seal_state(path)
         if state is SealState.BROKEN:
             raise StoreError(f"{path}: was changed after it was exported (its seal is broken)", Fault.DAMAGED)
         if state is SealState.NONE:
             logger.info("%s: carries no seal, so it is no export; whether it is complete cannot be told", path)
-    with contextlib.closing(Store(path, read_only=True, immutable=not live)) as store:
+    found = Store(path, immutable=True) if state is SealState.SOUND else open_for_reading(path)
+    with contextlib.closing(found) as store:
         yield store
 
 
-def _target(out: str | os.PathLike[str]) -> Path:
-    """The path to write, unless it is a file in use: SQLite would mix the new one with what lies beside it."""
+def require_file(path: Path) -> None:
+    """Raises `StoreError` unless a path is a file that can be brought from elsewhere."""
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else "is no regular file" if path.exists() else "no such file"
+        raise StoreError(f"{path}: {what}", Fault.UNAVAILABLE)
+
+
+def _target(out: str | os.PathLike[str], sources: Iterable[Path]) -> Path:
+    """The path to write. Nothing but an earlier export is written over, and no file that the result comes from.
+
+    Over a file in use, SQLite would mix the new one with what lies beside it.
+    """
     target = Path(out)
-    if target.is_dir():
-        raise CacheError(f"{target}: is a folder")
+    instead = "write elsewhere, or bring decisions to it with `tuner cache import`"
+    if any(_same(target, source) for source in sources):
+        raise CacheError(f"{target}: is read and would be overwritten; {instead}")
     for suffix in ("-wal", "-journal"):
         if Path(f"{target}{suffix}").exists():
-            raise CacheError(
-                f"{target}: is in use; write elsewhere, or bring decisions to it with `tuner cache import`"
-            )
+            raise CacheError(f"{target}: is in use; {instead}")
+    if target.exists() or target.is_symlink():
+        require_file(target)
+        if target.stat().st_size and seal_state(target) is SealState.NONE:
+            what = f"is a file of decisions and no export; {instead}" if _ours(target) else "is there and no export"
+            raise CacheError(f"{target}: {what}")
     return target
+
+
+def _ours(path: Path) -> bool:
+    """Whether a file that is no export holds decisions."""
+    try:
+        open_for_reading(path).close()
+    except StoreError as error:
+        return error.fault not in (Fault.FOREIGN, Fault.DAMAGED)
+    return True
+
+
+def _files_of(store: DecisionStore) -> list[Path]:
+    """The files that a store reads."""
+    if isinstance(store, FolderStore):
+        return host_files(store.path)
+    return [store.path] if isinstance(store, Store) else []
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False
 
 
 def _keep_only(path: Path, environment: str | None, op: str | None) -> None:

@@ -128,6 +128,17 @@ class SqlStore:
         """Removes every decision and miss that is not of an environment and an op; raises `StoreError`."""
         self._database.run(lambda connection: queries.keep_only(connection, environment=environment, op=op), write=True)
 
+    def sweep(self) -> int:
+        """Removes measurements and environments of no decision, gives decisions of no environment one without facts.
+
+        Returns:
+            How many rows that took.
+
+        Raises:
+            StoreError: They cannot be changed; none is.
+        """
+        return self._database.run(queries.sweep, write=True)
+
     def prune(
         self, *, older_than: datetime | None = None, environment: str | None = None, op: str | None = None
     ) -> int:

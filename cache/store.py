@@ -7,13 +7,23 @@ from pathlib import Path
 import platformdirs
 
 from .faults import Fault, StoreError
-from .file import Store
+from .file import Store, open_for_reading
 from .filesystem import file_system
-from .folder import FolderStore
+from .folder import FolderStore, host_files
 from .guarded import GuardedStore
 from .memory import MemoryStore
 
-__all__ = ["MemoryStore", "Store", "default_path", "open_path", "open_store"]
+__all__ = [
+    "MemoryStore",
+    "Store",
+    "default_path",
+    "open_existing",
+    "open_for_reading",
+    "open_path",
+    "open_store",
+    "require_existing",
+    "require_place",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -58,14 +68,38 @@ def open_path(path: Path, fault: Fault | None = None) -> Store | FolderStore:
         return open_for_reading(path)
 
 
-def open_for_reading(path: Path) -> Store:
-    """A file that cannot be written.
+def open_existing(path: Path) -> Store | FolderStore:
+    """What is stored at a path, for reading: nothing is made, migrated or set aside, whatever is wrong with it.
 
     Raises:
-        StoreError: It cannot be read either.
+        StoreError: There is nothing, or it cannot be read.
     """
+    require_existing(path)
+    if not file_system(path.parent).local:
+        return FolderStore(path, read_only=True)
+    return open_for_reading(path)
+
+
+def require_existing(path: Path) -> None:
+    """Raises `StoreError` unless a path is a file, or stands for the files of hosts on a network file system."""
+    if path.is_dir():
+        raise StoreError(f"{path}: is a folder", Fault.UNAVAILABLE)
+    if not path.exists():
+        if file_system(path.parent).local or not host_files(path):
+            raise StoreError(f"{path}: no such file", Fault.UNAVAILABLE)
+    elif not path.is_file():
+        raise StoreError(f"{path}: is no regular file", Fault.UNAVAILABLE)
+
+
+def require_place(path: Path) -> None:
+    """Raises `StoreError` where decisions are to be written over something that was never a file of decisions.
+
+    For commands: a path that cannot be written for another reason leaves them in memory, as it does a job.
+    """
+    if not path.is_file() or not path.stat().st_size:
+        return
     try:
-        return Store(path, read_only=True)
-    except StoreError:
-        # Reading a WAL file takes a right to write next to it, unless nobody changes the file meanwhile.
-        return Store(path, immutable=True)
+        open_for_reading(path).close()
+    except StoreError as error:
+        if error.fault is Fault.FOREIGN:
+            raise

@@ -118,6 +118,9 @@ def test_show(tuner: Tuner, tmp_path: Path, cache: Path) -> None:
 
 
 def test_show_of_nothing(tuner: Tuner, cache: Path) -> None:
+    assert tuner("show", "--cache", cache).status == 2  # a typo, not a file without decisions
+    assert not cache.exists()
+    cache.touch()
     empty = tuner("show", "--cache", cache)
     assert (empty.status, empty.out) == (0, f"no decisions in {cache}\n")
     assert json.loads(tuner("show", "--cache", cache, "--json").out) == {"decisions": []}
@@ -131,7 +134,7 @@ def test_only_the_named_ops(tuner: Tuner, tmp_path: Path, cache: Path) -> None:
 
 def test_a_spent_budget_leaves_keys(tuner: Tuner, tmp_path: Path, cache: Path) -> None:
     shapes = shapes_file(tmp_path, shape())
-    done = tuner("warmup", "--shapes", shapes, "--cache", cache, "--budget", "-1")
+    done = tuner("warmup", "--shapes", shapes, "--cache", cache, "--budget", "1e-9")
     assert (done.status, rows(cache)) == (0, 0)
     assert "1 left" in done.out
 

@@ -55,7 +55,7 @@ def export(
 
     if (out is None) == (pin is None):
         raise typer.BadParameter("name one file: OUT, or --pin FILE")
-    with _store(cache, config) as store:
+    with _existing(cache, config) as store:
         if pin is not None:
             chosen = [
                 record
@@ -81,8 +81,12 @@ def import_(
     json: JsonOption = False,
 ) -> None:
     """Take over decisions of other machines; what they measured counts as imported from then on."""
-    from layout_tuner.cache.share import import_file
+    from layout_tuner.cache.share import import_file, open_shared
 
+    # All of them are looked at before anything is made or changed.
+    for file in files:
+        with open_shared(file):
+            pass
     tallies = {}
     with _store(cache, config) as store:
         for file in files:
@@ -166,57 +170,102 @@ def prune(
     older_than: Annotated[str | None, typer.Option(help="Only what is older: 12h, 30d, 8w.")] = None,
     environment: EnvironmentOption = None,
     op: OpOption = None,
+    orphans: Annotated[
+        bool, typer.Option("--orphans", help="Instead, put in order what the doctor calls orphans.")
+    ] = False,
     cache: CacheOption = None,
     config: ConfigOption = None,
     json: JsonOption = False,
 ) -> None:
     """Remove decisions that meet every condition given."""
     from layout_tuner.cache.share import prune as remove
+    from layout_tuner.cache.share import sweep
 
-    if older_than is None and environment is None and op is None:
-        raise typer.BadParameter("name at least one of --older-than, --environment, --op")
+    conditions = older_than is not None or environment is not None or op is not None
+    if conditions == orphans:
+        raise typer.BadParameter("name at least one of --older-than, --environment, --op, or --orphans alone")
     moment = None if older_than is None else datetime.now(UTC) - _age(older_than)
-    with _store(cache, config) as store:
-        removed = remove(store, older_than=moment, environment=environment, op=op)
+    with _store(cache, config, existing=True) as store:
+        removed = sweep(store) if orphans else remove(store, older_than=moment, environment=environment, op=op)
     if json:
         print_json({"removed": removed})
     else:
-        typer.echo(f"{removed} decisions removed")
+        typer.echo(f"{removed} {'orphans' if orphans else 'decisions'} removed")
 
 
-def examine_cache(cache: str | Path | None, config: Path | None, json: bool) -> None:
+def examine_cache(cache: str | None, config: Path | None, json: bool) -> None:
     """Print what is wrong or doubtful with a decision file; exit status 1 where something is wrong."""
-    from layout_tuner.cache.doctor import examine
+    from layout_tuner.cache.doctor import examine, examine_server
 
-    path = _path(cache, config)
-    findings = examine(path)
+    place = stated_path(cache, config)
+    findings = examine_server(place) if isinstance(place, str) else examine(place)
     if json:
         rows = [{"level": each.level, "subject": each.subject, "text": each.text} for each in findings]
-        print_json({"path": str(path), "findings": rows})
+        print_json({"path": _shown(place), "findings": rows})
     else:
-        typer.echo(path)
+        typer.echo(_shown(place))
         for each in findings:
             typer.echo(f"  {each.level:8} {each.subject:12} {each.text}")
     if any(each.level == "error" for each in findings):
         raise typer.Exit(1)
 
 
-def _path(cache: str | Path | None, config: Path | None) -> Path:
-    from layout_tuner.cache.store import default_path
+def stated_path(cache: str | None, config: Path | None) -> Path | str:
+    """The file that a command looks at, or a server's URL; one that was typed in has to be there.
+
+    Raises:
+        CacheError: It is not.
+    """
+    from layout_tuner.cache.store import default_path, require_existing
     from layout_tuner.config import Config
 
-    stated = cache or Config.load(config).cache.path
+    if cache is not None:
+        if "://" in cache:
+            return cache
+        path = Path(cache).expanduser()
+        require_existing(path)
+        return path
+    stated = Config.load(config).cache.path
     return Path(stated).expanduser() if stated else default_path()
 
 
-def _store(cache: str | None, config: Path | None) -> AbstractContextManager[Store | FolderStore | ServerStore]:
-    """The store, whose trouble is this command's: it has no use for memory in its place."""
+def _shown(place: Path | str) -> str:
+    """A path or URL for people, without a password."""
+    from layout_tuner.cache.server import ServerDatabase
+
+    return ServerDatabase(place).name if isinstance(place, str) else str(place)
+
+
+def _existing(cache: str | None, config: Path | None) -> AbstractContextManager[Store | FolderStore | ServerStore]:
+    """The store for reading; it has to be there."""
     from layout_tuner.cache.server import ServerStore
-    from layout_tuner.cache.store import open_path
+    from layout_tuner.cache.store import open_existing
+
+    place = stated_path(cache, config)
+    return closing(ServerStore(place, create=False) if isinstance(place, str) else open_existing(place))
+
+
+def _store(
+    cache: str | None, config: Path | None, *, existing: bool = False
+) -> AbstractContextManager[Store | FolderStore | ServerStore]:
+    """The store for writing, whose trouble is this command's: it has no use for memory in its place.
+
+    Args:
+        cache: The file, or a server's URL.
+        config: Settings.
+        existing: Whether it has to be there, and sound.
+    """
+    from layout_tuner.cache.server import ServerStore
+    from layout_tuner.cache.store import default_path, open_existing, open_path
+    from layout_tuner.config import Config
 
     if cache is not None and "://" in cache:
-        return closing(ServerStore(cache))
-    return closing(open_path(_path(cache, config)))
+        return closing(ServerStore(cache, create=not existing))
+    stated = cache or Config.load(config).cache.path
+    path = Path(stated).expanduser() if stated else default_path()
+    if existing:
+        open_existing(path).close()
+    return closing(open_path(path))
 
 
 def _age(text: str) -> timedelta:

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from .cache import examine_cache
+from .cache import CacheOption, examine_cache
 
 
 def doctor(
-    cache: Annotated[Path | None, typer.Option(help="File of decisions; default: the user's cache folder.")] = None,
+    cache: CacheOption = None,
     config: Annotated[Path | None, typer.Option(help="Settings; default: tuner.toml here, if any.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:

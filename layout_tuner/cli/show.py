@@ -23,16 +23,20 @@ def show(
 ) -> None:
     """List what is stored: every decision with its candidates' times."""
     from layout_tuner.cache.layers import open_layers
+    from layout_tuner.cache.store import require_existing
     from layout_tuner.config import Config
 
     from .decisions import decision_json, decision_table
 
     settings = Config.load(config)
+    if cache is not None:
+        require_existing(cache.expanduser())
     store = open_layers(
         cache or settings.cache.path or None,
         shared=settings.cache.shared,
         url=settings.cache.url or None,
         pin=settings.tuning.pin or None,
+        read_only=True,
     )
     found = [each for each in store.resolutions(environment=environment, op=op) if layers or each.used]
     store.close()

@@ -34,6 +34,10 @@ def warmup(
     json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
     """Tune every key that the shapes ask for and that has no decision yet, and store each result at once."""
+    if cache is not None:
+        from layout_tuner.cache.store import require_place
+
+        require_place(cache.expanduser())
     if target is not None:
         from .predict import predict_shapes
 

@@ -99,10 +99,10 @@ def test_the_settings_name_the_file(tuner, file, tmp_path):
 
 def test_examining(file, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    command.examine_cache(file, None, json=False)
+    command.examine_cache(str(file), None, json=False)
     assert "keep other processes out" in capsys.readouterr().out
     file.write_bytes(b"garbage" * 1000)
     with pytest.raises(typer.Exit) as ended:
-        command.examine_cache(file, None, json=True)
+        command.examine_cache(str(file), None, json=True)
     assert ended.value.exit_code == 1
     assert json.loads(capsys.readouterr().out)["findings"][-1]["level"] == "error"

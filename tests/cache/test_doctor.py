@@ -10,7 +10,7 @@ from layout_tuner.cache import doctor
 from layout_tuner.cache.doctor import examine
 from layout_tuner.cache.file import Store
 from layout_tuner.cache.filesystem import FileSystem
-from layout_tuner.cache.share import export_file
+from layout_tuner.cache.share import export_file, sweep
 
 
 @pytest.fixture
@@ -42,6 +42,18 @@ def test_a_sound_file_is_found_sound(file):
 
 def test_no_file_is_no_trouble(path):
     assert [each.level for each in examine(path)] == ["ok", "note"]
+
+
+def test_a_file_that_was_made_and_not_written_yet_is_no_trouble(path):
+    path.touch()
+    assert [(each.level, each.subject) for each in examine(path)] == [("ok", "file system"), ("note", "file")]
+
+
+def test_a_sound_file_without_decisions_is_no_copy(path):
+    Store(path).close()
+    found = seen(path)
+    assert set(found) == {"file system", "schema", "integrity", "decisions", "locks"}
+    assert {each.level for each in found.values()} == {"ok", "note"}
 
 
 def test_an_export_is_recognised(file, tmp_path):
@@ -89,6 +101,13 @@ def test_orphans_are_counted(file):
     texts = [each.text for each in examine(file) if each.subject == "orphans"]
     assert len(texts) == 2
     assert texts[0].startswith("2 measurements")
+    assert all("tuner cache prune --orphans" in text for text in texts)
+    with contextlib.closing(Store(file)) as store:
+        assert sweep(store) == 3
+        assert len(list(store.decisions())) == 49
+        assert len(store.environments()) == 1
+        assert sweep(store) == 0
+    assert "orphans" not in seen(file)
 
 
 def test_rows_that_cannot_be_believed_are_counted(file):
@@ -113,7 +132,7 @@ def test_a_network_file_system_is_said(file, monkeypatch):
     assert "each host writes a file of its own" in seen(file)["file system"].text
 
 
-@pytest.mark.parametrize("content", [b"", b"garbage" * 1000, b"SQLite format 3\x00" + bytes(5000)])
+@pytest.mark.parametrize("content", [b"garbage" * 1000, b"SQLite format 3\x00" + bytes(5000)])
 def test_what_is_no_file_of_ours_is_an_error(path, content):
     path.write_bytes(content)
     assert "error" in {each.level for each in examine(path)}

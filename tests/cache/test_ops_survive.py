@@ -109,6 +109,22 @@ def test_damaged_files(files):
     assert_right(expected, files.given)
 
 
+@pytest.mark.parametrize("name", ["README.md", "decisions.sqlite"])
+def test_a_path_of_something_else(files, tmp_path, name):
+    files.path = tmp_path / "of others" / name
+    files.path.parent.mkdir()
+    files.path.write_text("# A text\n" * 1000)
+    if name == "decisions.sqlite":
+        files.path.unlink()
+        with contextlib.closing(sqlite3.connect(files.path)) as connection:
+            connection.execute("CREATE TABLE recipes (name TEXT)")
+            connection.commit()
+    before = files.path.read_bytes()
+    assert_right(files.call(), files.given)
+    assert files.path.read_bytes() == before
+    assert [each.name for each in files.path.parent.iterdir()] == [name]
+
+
 def test_a_path_that_cannot_be_used(files, tmp_path):
     for place in ("/proc/none/decisions.sqlite", tmp_path, "/dev/null/x"):
         files.path = place
