@@ -5,6 +5,7 @@ On a CPU the library's own kernels do not run, so every call that succeeds there
 
 import importlib.util
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -105,11 +106,14 @@ def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(got.float(), wanted.float(), rtol=2e-4, atol=2e-5)
 
 
-def kernel_call(op: str, device: torch.device) -> tuple[registry.OpSpec, keys.Key, dict[str, object]]:
+def kernel_call(
+    op: str, device: torch.device, form: str = "", varlen: bool = False
+) -> tuple[registry.OpSpec, keys.Key, dict[str, object]]:
     """Small arguments of a kernel op by name, as the library's function takes them."""
     spec = registry.lookup(op)
-    form = spec.form_named("training").replace("BT=64", "BT=16")
-    key = spec.key_for(SIZES, dtype="float32", form=form)
+    form = form or spec.form_named("training").replace("BT=64", "BT=16")
+    sizes = SIZES | dict(B=1, T=40) if varlen else SIZES
+    key = spec.key_for(sizes, dtype="float32", form=form, varlen=varlen)
     call = inputs.synthesize(spec, key, device)
     named = spec.arguments(call)
     if "output_dtype" in named:
@@ -184,6 +188,55 @@ def test_kernel_entry_points_are_served(op: str, library: SimpleNamespace, devic
     assert fla.served() == {op: 1}
     check = Experiment(spec, key, device).compare(as_tuple(got))
     assert check.right, check
+
+
+# The op, a form, whether packed, and what else these layers pass.
+AS_OTHERS_CALL = {
+    "KDA's states": (
+        "chunk_gated_delta_rule_fwd_h",
+        "BT=16,gk=float32,initial_state=float32,output_final_state=1,state_v_first=1",
+        True,
+    ),
+    "KDA's gradients of states": (
+        "chunk_gated_delta_rule_bwd_dhu",
+        "BT=16,dht=float32,gk=float32,h0=float32,state_v_first=1",
+        True,
+    ),
+    "DeltaNet's states": ("chunk_gated_delta_rule_fwd_h", "BT=16,output_final_state=1", False),
+    "DeltaNet's output": ("chunk_fwd_o", "BT=16", False),
+    "DeltaNet's gradients": ("chunk_bwd_dqkwg", "BT=16,dv=1,w=1", False),
+    "RetNet's output": ("chunk_fwd_o", "BT=16,g_gamma=float32", False),
+    "Mamba-2's gradients": ("chunk_bwd_dqkwg", "BT=16,g=float32@STRIDE_HV", True),
+}
+
+
+@needs_fla
+@pytest.mark.parametrize("case", AS_OTHERS_CALL)
+def test_calls_as_other_layers_make_them_are_served(case: str, library: SimpleNamespace, device: torch.device) -> None:
+    op, form, varlen = AS_OTHERS_CALL[case]
+    spec, key, named = kernel_call(op, device, form, varlen)
+    if varlen and op != "chunk_bwd_dqkwg":
+        named["chunk_indices"] = reference.prepare_chunk_indices(named["cu_seqlens"], 16)
+        named["chunk_offsets"] = reference.prepare_chunk_offsets(named["cu_seqlens"], 16)
+    if op == "chunk_gated_delta_rule_fwd_h" and varlen:
+        named["cu_seqlens_cpu"] = named["cu_seqlens"].cpu()  # type: ignore[attr-defined]
+    if op == "chunk_gated_delta_rule_bwd_dhu":
+        named["use_graph"] = False
+    with layout_tuner.enable(on_miss="default"):
+        got = getattr(library, op)(**named)
+    assert fla.served() == {op: 1}
+    check = Experiment(spec, key, device).compare(as_tuple(got))
+    assert check.right, check
+
+
+@needs_fla
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_gate_for_each_channel_is_summed_here(reverse: bool, library: SimpleNamespace, device: torch.device) -> None:
+    g = -torch.rand(2, 20, 2, 24, device=device)  # as GLA and KDA have it
+    with layout_tuner.enable(on_miss="default"):
+        got = library.chunk_local_cumsum(g, 16, reverse, 1.25, use_graph=False)
+    assert fla.served() == {"chunk_local_cumsum": 1}
+    close(got, reference.chunk_local_cumsum(g, 16, reverse, 1.25))
 
 
 @needs_fla
@@ -276,6 +329,74 @@ def test_every_thread_is_served(library: SimpleNamespace, device: torch.device) 
             thread.join()
     assert found == [True] * 4
     assert fla.served() == {"solve_tril": 4}
+
+
+def test_scopes_of_many_threads_leave_nothing_behind() -> None:
+    if INSTALLED:
+        fla.connect()
+    inside: list[bool] = []
+    faults: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for turn in range(10):
+                first = layout_tuner.enable(on_miss="default")
+                second = layout_tuner.enable(on_miss="default")
+                inside.append(fla.available())
+                for scope in (first, second) if (number + turn) % 2 else (second, first):
+                    scope.__exit__(None, None, None)
+        except BaseException as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults
+    assert len(inside) == 60
+    assert all(inside) is INSTALLED
+    assert not fla.available()
+    assert not layout_tuner.is_enabled()
+
+
+def test_standing_aside_is_for_one_thread(entry: router.Router) -> None:
+    seen: list[bool] = []
+    with fla.aside():
+        thread = threading.Thread(target=lambda: seen.append(fla.available()))
+        thread.start()
+        thread.join()
+        with fla.aside():
+            pass
+        seen.append(fla.available())
+    seen.append(fla.available())
+    assert seen == [True, False, True]
+
+
+@needs_fla
+@pytest.mark.slow
+def test_the_librarys_own_switch_wins() -> None:
+    code = """
+import os
+os.environ["TRITON_INTERPRET"] = "1"
+import logging, torch
+logging.basicConfig()
+import layout_tuner
+from layout_tuner.integrations import fla
+from fla.ops.utils import solve_tril
+with layout_tuner.enable(on_miss="default"):
+    try:
+        solve_tril(torch.zeros(1, 16, 1, 16))
+    except Exception:
+        pass  # its own kernel, which may not run on a CPU
+assert not fla.served()
+"""
+    switched = {**os.environ, "FLA_DISABLE_BACKEND_DISPATCH": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300, env=switched
+    )
+    assert done.returncode == 0, done.stderr
+    assert "FLA_DISABLE_BACKEND_DISPATCH=1: none of its calls is taken over" in done.stderr
 
 
 @needs_fla
