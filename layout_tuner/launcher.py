@@ -7,7 +7,7 @@ of some kind goes through Triton, which compiles; the next ones launch what it c
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,26 +36,35 @@ class LaunchRecord:
     constants: Mapping[str, Constant]
 
 
-_recording = threading.local()
-_recorders = 0  # of all threads: one global is all that a launch asks while nobody records
-_recorders_lock = threading.Lock()
+Handler = Callable[[LaunchRecord], None]
+
+_intercepting = threading.local()
+_interceptors = 0  # of all threads: one global is all that a launch asks while nobody intercepts
+_interceptors_lock = threading.Lock()
+
+
+@contextmanager
+def intercepting(handler: Handler) -> Iterator[None]:
+    """Hand this thread's launches to `handler`, at once and in order, instead of running them."""
+    global _interceptors
+    previous = getattr(_intercepting, "handler", None)
+    _intercepting.handler = handler
+    with _interceptors_lock:
+        _interceptors += 1
+    try:
+        yield
+    finally:
+        with _interceptors_lock:
+            _interceptors -= 1
+        _intercepting.handler = previous
 
 
 @contextmanager
 def recording() -> Iterator[list[LaunchRecord]]:
     """Record this thread's launches instead of running them; tensors may be on the `meta` device."""
-    global _recorders
     records: list[LaunchRecord] = []
-    previous = getattr(_recording, "records", None)
-    _recording.records = records
-    with _recorders_lock:
-        _recorders += 1
-    try:
+    with intercepting(records.append):
         yield records
-    finally:
-        with _recorders_lock:
-            _recorders -= 1
-        _recording.records = previous
 
 
 class BoundKernel:
@@ -83,16 +92,16 @@ class BoundKernel:
         self.style: direct.Style | None = None
 
     def __call__(self, grid: int, *arguments: Any) -> None:
-        if (_recorders and self.record(grid, arguments)) or self.direct(grid, *arguments):
+        if (_interceptors and self.intercept(grid, arguments)) or self.direct(grid, *arguments):
             return
         self.launch(grid, arguments)
 
-    def record(self, grid: int, arguments: tuple[Any, ...]) -> bool:
-        """Record the launch where this thread records, and say whether it does."""
-        records = getattr(_recording, "records", None)
-        if records is None:
+    def intercept(self, grid: int, arguments: tuple[Any, ...]) -> bool:
+        """Hand the launch over where this thread intercepts launches, and say whether it does."""
+        handler: Handler | None = getattr(_intercepting, "handler", None)
+        if handler is None:
             return False
-        records.append(LaunchRecord(kernel=self.kernel, grid=grid, arguments=arguments, constants=self.constants))
+        handler(LaunchRecord(kernel=self.kernel, grid=grid, arguments=arguments, constants=self.constants))
         return True
 
     def first(self, grid: int, *arguments: Any) -> bool:

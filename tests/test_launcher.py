@@ -61,6 +61,26 @@ def test_recording_keeps_a_launch_and_runs_nothing() -> None:
     assert len(kernel.launches) == 1
 
 
+def test_an_interceptor_gets_launches_at_once() -> None:
+    kernel, seen = Kernel(), []
+    bound = launcher.bind(kernel, BT=64)
+
+    def handler(record: launcher.LaunchRecord) -> None:
+        seen.append((record.grid, record.arguments, dict(record.constants)))
+
+    with launcher.intercepting(handler):
+        bound(1, "a")
+        assert seen == [(1, ("a",), {"BT": 64})]
+        with launcher.recording() as inner:
+            bound(2, "b")
+        bound(3, "c")
+    assert [grid for grid, *_ in seen] == [1, 3]
+    assert len(inner) == 1
+    assert not kernel.launches
+    bound(4, "d")
+    assert len(kernel.launches) == 1
+
+
 def test_recording_ends_with_an_exception() -> None:
     kernel = Kernel()
     with pytest.raises(KeyError), launcher.recording():

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from layout_tuner import launcher
-from layout_tuner.ascend.compiler import Answer, Compiler, Request
+from layout_tuner.ascend.compiler import Answer, Compiler
 from layout_tuner.ascend.facts import BLOCK_BYTES, KernelFacts
 from layout_tuner.ascend.lowering import Launch, Pointer, parameters
 from layout_tuner.ascend.targets import Target
@@ -197,6 +197,7 @@ def compile_candidates(
     listed = list(cases)
     found: list[list[Launch]] = []
     reports: list[CandidateReport] = []
+    call: tuple[str, Key, Call] | None = None
     for case in listed:
         report = CandidateReport(
             op=case.spec.name,
@@ -206,33 +207,58 @@ def compile_candidates(
             target=compiler.target.name,
             compiler=compiler.version,
         )
+        if call is None or call[:2] != (case.spec.name, case.key):
+            call = case.spec.name, case.key, synthesize(case.spec, case.key, "cpu")
         try:
-            made, relayout_bytes = launches(case, compiler.target)
+            made, relayout_bytes = launches(case, compiler.target, call[2])
         except (LayoutTunerError, ValueError, TypeError) as error:
             made, relayout_bytes = [], 0
             report = dataclasses.replace(report, error=f"{type(error).__name__}: {error}")
         found.append(made)
         reports.append(dataclasses.replace(report, relayout_bytes=relayout_bytes))
-    requests: list[Request] = [launch.request(timeout_s=timeout_s) for made in found for launch in made]
-    answers = iter(compiler.lower_all(requests, progress) if requests else [])
+    flat = [launch for made in found for launch in made]
+    kernels = iter(_compiled(flat, compiler, progress, timeout_s))
     return [
-        dataclasses.replace(report, kernels=tuple(_report(launch, next(answers), compiler) for launch in made))
+        dataclasses.replace(report, kernels=tuple(next(kernels) for _ in made))
         for report, made in zip(reports, found, strict=True)
     ]
 
 
+def _compiled(
+    launches: Sequence[Launch], compiler: Compiler, progress: Callable[[int, int], None] | None, timeout_s: float
+) -> list[KernelReport]:
+    """Lower and count launches; equal ones once, each while the next is being lowered."""
+    done: dict[int, KernelReport] = {}
+    for places, answer in compiler.answers([launch.request(timeout_s=timeout_s) for launch in launches]):
+        alike: dict[str, KernelReport] = {}
+        for place in places:
+            launch = launches[place]
+            # The request holds no run-time values, and control flow may depend on them.
+            values = repr((launch.grid, launch.walked_arguments()))
+            if values not in alike:
+                alike[values] = _report(launch, answer, compiler)
+            done[place] = alike[values]
+        if progress is not None:
+            progress(len(done), len(launches))
+    return [done[place] for place in range(len(launches))]
+
+
 def _report(launch: Launch, answer: Answer, compiler: Compiler) -> KernelReport:
-    facts = None
+    facts, error, source = None, answer.error, answer.error_source
     if answer.ok:
-        facts = launch.facts(answer, target=compiler.target.name, compiler=compiler.version)
+        try:
+            facts = launch.facts(answer, target=compiler.target.name, compiler=compiler.version)
+        except (ValueError, TypeError, AttributeError, KeyError, IndexError) as unread:
+            # The compiler's output is its own affair and may hold what nobody has met: one row, not the end of all.
+            error = f"its module cannot be read: {type(unread).__name__}: {unread}"
     return KernelReport(
         kernel=launch.name,
         grid=launch.grid,
         tasks=launch.tasks,
         constexprs=dict(launch.constexprs),
         facts=facts,
-        error=answer.error,
-        source=answer.error_source,
+        error=error,
+        source=source,
         overflow=answer.overflow,
         cached=answer.cached,
         seconds=answer.seconds,

@@ -41,7 +41,6 @@ _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
         "--enable-auto-multi-buffer=True",
         "--enable-auto-bind-sub-block=True",
         "--enable-hivm-compile=true",
-        "--enable-memory-display",
     ),
     "A5": ("--enable-auto-multi-buffer=False", "--enable-auto-bind-sub-block=False"),
 }
@@ -107,7 +106,6 @@ class Answer:
         source: The line of Python that the front end failed on.
         linalg: The front end's output.
         hivm: The compiler's final module, in generic form.
-        memory: The compiler's display of its memory plan, by core (`aic`, `aiv`); A2 and A3 only.
         timed_out: Ended because it took too long.
         attempts: Runs of the compiler; more than 1 after a crash.
         cached: The compiler's part came from the disk.
@@ -121,7 +119,6 @@ class Answer:
     source: str = ""
     linalg: str | None = None
     hivm: str | None = None
-    memory: Mapping[str, object] = dataclasses.field(default_factory=dict)
     timed_out: bool = False
     attempts: int = 0
     cached: bool = False
@@ -190,7 +187,6 @@ class Compiler:
         self.target = target
         self._cache = cache
         self._processes = max(1, processes)
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._workers: list[_Worker] = []
 
     def __enter__(self) -> "Compiler":
@@ -204,7 +200,6 @@ class Compiler:
         for worker in self._workers:
             worker.close()
         self._workers.clear()
-        self._idle = queue.SimpleQueue()
 
     @property
     def version(self) -> str:
@@ -222,41 +217,66 @@ class Compiler:
             requests: What to lower; equal requests are answered once.
             progress: Called with the number done and the number of requests after each.
         """
+        answers: dict[int, Answer] = {}
+        for places, answer in self.answers(requests):
+            answers.update(dict.fromkeys(places, answer))
+            if progress is not None:
+                progress(len(answers), len(requests))
+        return [answers[place] for place in range(len(requests))]
+
+    def answers(self, requests: Sequence[Request]) -> Iterator[tuple[list[int], Answer]]:
+        """Each answer as it comes, with the places of the equal requests that it answers.
+
+        The workers go on while the caller looks at an answer; few answers wait, because one is megabytes of text.
+        """
         texts = [self._text(request) for request in requests]
         places = collections.defaultdict(list)
         for place, text in enumerate(texts):
             places[text].append(place)
         waiting = iter(places.items())
         lock = threading.Lock()
-        answers: dict[int, Answer] = {}
+        answered: queue.Queue[tuple[list[int], Answer]] = queue.Queue(maxsize=2 * self._processes)
+        stopped = threading.Event()
 
         def serve(worker: _Worker) -> None:
-            while True:
+            while not stopped.is_set():
                 with lock:
                     item = next(waiting, None)
                 if item is None:
                     return
                 text, where = item
                 limit_s = _FRONT_END_TIMEOUT_S + 3 * requests[where[0]].timeout_s
-                answer = worker.ask(text, limit_s)
-                with lock:
-                    answers.update(dict.fromkeys(where, answer))
-                    if progress is not None:
-                        progress(len(answers), len(requests))
+                try:
+                    answer = worker.ask(text, limit_s)
+                except (OSError, ValueError) as error:
+                    answer = Answer(stage="worker", exit_status=1, stderr=f"{type(error).__name__}: {error}")
+                while not stopped.is_set():
+                    with contextlib.suppress(queue.Full):
+                        answered.put((where, answer), timeout=0.2)
+                        break
 
-        with contextlib.ExitStack() as stack:
-            threads = []
-            for worker in self._started(min(self._processes, len(places))):
-                thread = threading.Thread(target=serve, args=(worker,), daemon=True)
-                thread.start()
-                threads.append(thread)
-                stack.callback(thread.join)
-            stack.push(lambda kind, *_: self.close() if kind is not None else None)
+        threads = [
+            threading.Thread(target=serve, args=(worker,), daemon=True)
+            for worker in self._started(min(self._processes, len(places)))
+        ]
+        finished = False
+        try:
             for thread in threads:
-                # With a timeout, or Ctrl-C would wait for the end.
-                while thread.is_alive():
-                    thread.join(0.2)
-        return [answers[place] for place in range(len(requests))]
+                thread.start()
+            for _ in range(len(places)):
+                while True:
+                    # With a timeout, or Ctrl-C would wait for the end.
+                    with contextlib.suppress(queue.Empty):
+                        found = answered.get(timeout=0.2)
+                        break
+                yield found
+            finished = True
+        finally:
+            stopped.set()
+            if not finished:
+                self.close()
+            for thread in threads:
+                thread.join()
 
     def _started(self, count: int) -> Iterator["_Worker"]:
         while len(self._workers) < count:

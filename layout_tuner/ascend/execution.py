@@ -1,7 +1,5 @@
 """An op's candidate run on this machine as Ascend's front end compiled it, in place of a device."""
 
-import contextlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from layout_tuner import launcher
@@ -56,24 +54,5 @@ class NativeRunner:
         """
         problem = Problem(key=case.key, chip=chip_of(self._compiler.target))
         prepared = Prepared(case.spec, problem, case.candidate, call)
-        with PoisonedAllocations(), _intercepted(self):
+        with PoisonedAllocations(), launcher.intercepting(self.launch):
             return prepared(call.tensors, call.scalars, call.cu_seqlens, call.chunk_indices)
-
-
-class _AtOnce(list[launcher.LaunchRecord]):
-    """Records that are run as they come, so that host code between two launches sees the first one's results."""
-
-    def __init__(self, run: Callable[[launcher.LaunchRecord], None]) -> None:
-        super().__init__()
-        self._run = run
-
-    def append(self, record: launcher.LaunchRecord) -> None:
-        self._run(record)
-
-
-@contextlib.contextmanager
-def _intercepted(runner: NativeRunner) -> Iterator[None]:
-    """This thread's launches go to `runner`, at once and in order."""
-    with launcher.recording():
-        launcher._recording.records = _AtOnce(runner.launch)
-        yield

@@ -10,7 +10,7 @@ from typing import Final
 
 from layout_tuner import registry
 from layout_tuner.ascend.candidates import CandidateReport, Case, cases_of
-from layout_tuner.ascend.targets import Target, target_named
+from layout_tuner.ascend.targets import target_named
 from layout_tuner.keys import Key
 from layout_tuner.layouts import Layout
 from layout_tuner.registry import OpSpec
@@ -54,10 +54,33 @@ def refused(spec: OpSpec, found: Key) -> bool:
     return bool([*registry.common_reasons(spec, found), *spec.unsupported(found)])
 
 
-def cases(spec: OpSpec, target: str = TARGET) -> list[Case]:
-    """Every candidate of an op that is checked on a target: all widths on the first, the narrowest on the others."""
-    widths = WIDTHS if target == TARGET else WIDTHS[:1]
-    return [case for found in keys(spec, widths) for case in cases_of(spec, found)]
+def widths(spec: OpSpec, target: str = TARGET) -> list[tuple[int, int]]:
+    """The (K, V) in which an op is checked on a target: all on the first, the narrowest on the others."""
+    wanted = WIDTHS if target == TARGET else WIDTHS[:1]
+    return list(dict.fromkeys((found.K, found.V) for found in keys(spec, wanted)))
+
+
+def cases(
+    spec: OpSpec,
+    target: str = TARGET,
+    width: tuple[int, int] | None = None,
+    packed: bool | None = None,
+) -> list[Case]:
+    """Every candidate of an op that is checked on a target.
+
+    Args:
+        spec: The op.
+        target: SoC.
+        width: Only this (K, V), as `widths` gives it.
+        packed: Only packed batches, or only dense ones.
+    """
+    wanted = WIDTHS if target == TARGET else WIDTHS[:1]
+    return [
+        case
+        for found in keys(spec, wanted)
+        if width in (None, (found.K, found.V)) and packed in (None, found.varlen)
+        for case in cases_of(spec, found)
+    ]
 
 
 def contiguous(case: Case) -> bool:
@@ -119,4 +142,4 @@ def rows(found: Sequence[Case], reports: Sequence[CandidateReport]) -> list[Row]
     ]
 
 
-__all__ = ["Row", "Target", "cases", "complaints", "contiguous", "key", "keys", "refused", "rows"]
+__all__ = ["Row", "cases", "complaints", "contiguous", "key", "keys", "refused", "rows", "widths"]

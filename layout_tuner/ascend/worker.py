@@ -217,13 +217,7 @@ def compile_linalg(linalg: str, request: Fields, folder: Path) -> Fields:
         "attempts": attempt,
         "compiler_s": time.perf_counter() - start,
         "hivm": None,
-        "memory": {},
     }
-    for core in ("aic", "aiv"):
-        display = folder / f"memory_info_{core}.json"
-        if display.exists():
-            with contextlib.suppress(json.JSONDecodeError):
-                answer["memory"][core] = json.loads(display.read_text())
     final = temporaries / "module.hivm.opt.mlir"
     if status == 0 and final.exists():
         printed = folder / "generic.mlir"

@@ -42,7 +42,8 @@ def compiler_for(toolchain: Toolchain) -> Iterator[Callable[[str], Compiler]]:
 
     def get(name: str) -> Compiler:
         if name not in made:
-            made[name] = Compiler(toolchain, target_named(name), cache=CACHE)
+            # One worker: the test process counts what it made while it makes the next.
+            made[name] = Compiler(toolchain, target_named(name), cache=CACHE, processes=1)
         return made[name]
 
     yield get

@@ -25,15 +25,30 @@ def check(cases: list[Case], compiler: Compiler) -> None:
     assert not wrong, "\n".join([f"{len(wrong)} complaints:", *wrong])
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_every_candidate_compiles_within_its_means(op: str, compiler: Compiler) -> None:
-    check(gate.cases(registry.lookup(op)), compiler)
+def batches(target: str) -> list[object]:
+    """Op, width and kind of batch: the parts that the matrix is checked in."""
+    return [
+        pytest.param(op, width, packed, id=f"{op}-{width[0]}-{width[1]}-{'packed' if packed else 'dense'}")
+        for op in OPS
+        for width in gate.widths(registry.lookup(op), target)
+        for packed in (False, True)
+        if gate.cases(registry.lookup(op), target, width, packed)
+    ]
+
+
+@pytest.mark.parametrize(("op", "width", "packed"), batches(gate.TARGET))
+def test_every_candidate_compiles_within_its_means(
+    op: str, width: tuple[int, int], packed: bool, compiler: Compiler
+) -> None:
+    check(gate.cases(registry.lookup(op), gate.TARGET, width, packed), compiler)
 
 
 @pytest.mark.parametrize("target", gate.OTHER_TARGETS)
-@pytest.mark.parametrize("op", OPS)
-def test_other_targets(op: str, target: str, compiler_for: Callable[[str], Compiler]) -> None:
-    check(gate.cases(registry.lookup(op), target), compiler_for(target))
+@pytest.mark.parametrize(("op", "width", "packed"), batches(gate.OTHER_TARGETS[0]))
+def test_other_targets(
+    op: str, width: tuple[int, int], packed: bool, target: str, compiler_for: Callable[[str], Compiler]
+) -> None:
+    check(gate.cases(registry.lookup(op), target, width, packed), compiler_for(target))
 
 
 def execution_cases(op: str) -> list[tuple[Key, list[Case]]]:
