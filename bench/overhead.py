@@ -5,14 +5,17 @@ python bench/overhead.py --rounds 500       # medians of more rounds
 
 Every number is the median of paired rounds: all things compared run in turn in each round, and a ratio is the median
 of the rounds' ratios, so that whatever else the machine does hits them alike. `floor` is what no router can do
-without, a key of ten fields and its look-up; it tells how fast the machine is just now.
+without, a key of ten fields and its look-up; it tells how fast the machine is just now: 0.22 us on the host of an H200
+with nothing else to do. A line `at that host` is a time over the floor's, times 0.22 us.
 """
 
 import argparse
 import dataclasses
+import importlib
 import importlib.util
 import json
 import os
+import pkgutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +28,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
+import layout_tuner.kernels
 from layout_tuner.kernels import dv_local as kernels
 
 from layout_tuner import device as devices
@@ -34,6 +38,8 @@ from layout_tuner.registry import Launch, Problem
 
 Rounds = dict[str, list[float]]
 SHAPE = {"B": 2, "T": 2048, "H": 4, "HV": 8, "K": 64, "V": 64}
+LARGE = {"B": 8, "T": 4096, "H": 16, "HV": 32, "K": 128, "V": 128}
+FLOOR_US = 0.22
 
 
 def paired(functions: dict[str, Callable[[], object]], rounds: int, calls: int, after: Callable[[], None]) -> Rounds:
@@ -129,12 +135,33 @@ def on_the_router(rounds: int, shape: dict[str, int]) -> dict[str, float]:
             "hit": lambda: ops.chunk_bwd_dv_local(q, k, do, g),
             "two shapes in turn": alternating,
         }
+        theirs = dispatch_of_fla(launch)
+        if theirs is not None:
+            functions["flash-linear-attention's dispatch"] = lambda: theirs(
+                q, k, do, g, None, None, None, None, 64, None
+            )
         found = paired(functions, rounds, 50, lambda: None)
     found["two shapes in turn"] = [us / 2 for us in found["two shapes in turn"]]
     report = {name: difference(found, name, "nothing") for name in functions if name != "nothing"}
     report["router's share"] = difference(found, "hit", "launch")
-    report["hit / floor"] = ratio(found, "hit", "floor")
+    net = [floor - nothing for floor, nothing in zip(found["floor"], found["nothing"], strict=True)]
+    for name, less in (("hit", "nothing"), ("router's share", "launch")):
+        pairs = zip(found["hit"], found[less], net, strict=True)
+        report[f"{name}, at that host"] = statistics.median((a - b) / floor * FLOOR_US for a, b, floor in pairs)
     return report
+
+
+def dispatch_of_fla(launch: Callable[..., Any]) -> Callable[..., Any] | None:
+    """flash-linear-attention's dispatch of the same op to a function that does nothing, where it is installed."""
+    if importlib.util.find_spec("fla") is None:
+        return None
+    from fla.backends import dispatch
+
+    def chunk_bwd_dv_local(*given: object) -> object:
+        return launch(*given)
+
+    found: Callable[..., Any] = dispatch("common")(chunk_bwd_dv_local)
+    return found
 
 
 # -- the launcher, with the device stubbed ---------------------------------------------------------------------
@@ -176,18 +203,29 @@ def stubbed_device() -> Iterator[Any]:
         kernel.device_caches[device][0][key] = made
         return made
 
-    whole = jit.JITFunction._do_compile
+    whole, require = jit.JITFunction._do_compile, devices.require_running
     previous = driver._active
     driver.set_active(StubbedDriver())
     direct.style.cache_clear()
     jit.JITFunction._do_compile = compile_nothing
-    kernel = kernels.chunk_bwd_dv_local_full
+    devices.require_running = lambda *_: None
+    replaced = []
+    for info in pkgutil.iter_modules(layout_tuner.kernels.__path__):
+        module = importlib.import_module(f"layout_tuner.kernels.{info.name}")
+        for name, made in list(vars(module).items()):
+            if devices.interpreted(made):
+                replaced.append((module, name, made))
+                compiled = jit.JITFunction(made.fn, do_not_specialize=made.kwargs.get("do_not_specialize"))
+                setattr(module, name, compiled)
     try:
-        yield jit.JITFunction(kernel.fn, do_not_specialize=["T", "NT", "N", "TASKS"])
+        yield kernels.chunk_bwd_dv_local_full
     finally:
-        jit.JITFunction._do_compile = whole
+        for module, name, made in replaced:
+            setattr(module, name, made)
+        jit.JITFunction._do_compile, devices.require_running = whole, require
         driver._active = previous
         direct.style.cache_clear()
+        router.current().prepared.clear()
 
 
 def dv_local_constants(H: int, HV: int, K: int, V: int) -> dict[str, launcher.Constant]:
@@ -225,6 +263,16 @@ def on_the_launcher(rounds: int, shape: dict[str, int]) -> dict[str, float]:
     report = {name: difference(found, name, "nothing") for name in functions if name != "nothing"}
     report["bound / kernel"] = ratio(found, "bound(grid, *args)", "kernel[grid](**kw)")
     return report
+
+
+def on_the_chain_stubbed(rounds: int, shape: dict[str, int]) -> dict[str, float]:
+    """Host time of a step of the chain whose launches do nothing: autograd, allocations, launching."""
+    with stubbed_device():
+        run, forward = step(ops.chunk_gated_delta_rule, "cpu", **shape)
+        found = paired(
+            {"nothing": lambda: None, "forward": forward, "forward and backward": run}, rounds, 1, lambda: None
+        )
+    return {name: difference(found, name, "nothing") for name in found if name != "nothing"}
 
 
 # -- on a GPU --------------------------------------------------------------------------------------------------
@@ -284,34 +332,43 @@ def on_a_gpu(rounds: int, shape: dict[str, int]) -> dict[str, float]:
     return report
 
 
-def step(op: Callable[..., Any], B: int, T: int, H: int, HV: int, K: int, V: int) -> Callable[[], object]:
-    """Forward and backward of the chain."""
+def step(
+    op: Callable[..., Any], device: str, B: int, T: int, H: int, HV: int, K: int, V: int
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Forward and backward of the chain, and the forward alone."""
     torch.manual_seed(0)
-    q, k = (torch.nn.functional.normalize(torch.randn(B, T, H, K, device="cuda"), dim=-1) for _ in range(2))
-    v = torch.randn(B, T, HV, V, device="cuda")
+    q, k = (torch.nn.functional.normalize(torch.randn(B, T, H, K, device=device), dim=-1) for _ in range(2))
+    v = torch.randn(B, T, HV, V, device=device)
     leaves = [x.bfloat16().requires_grad_() for x in (q, k, v)]
     leaves += [
-        torch.rand(B, T, HV, device="cuda").log().requires_grad_(),
-        torch.rand(B, T, HV, device="cuda").requires_grad_(),
+        torch.rand(B, T, HV, device=device).log().requires_grad_(),
+        torch.rand(B, T, HV, device=device).requires_grad_(),
     ]
-    do = torch.randn(B, T, HV, V, device="cuda", dtype=torch.bfloat16)
+    do = torch.randn(B, T, HV, V, device=device, dtype=torch.bfloat16)
+
+    def forward() -> torch.Tensor:
+        o: torch.Tensor = op(*leaves)[0]
+        return o
 
     def run() -> object:
-        o, _ = op(*leaves)
-        return torch.autograd.grad(o, leaves, do)
+        return torch.autograd.grad(forward(), leaves, do)
 
-    return run
+    return run, forward
 
 
 def on_the_chain(rounds: int, shape: dict[str, int]) -> dict[str, float]:
     """Host time of a whole step of `chunk_gated_delta_rule`, with its launches and allocations."""
-    functions: dict[str, Callable[[], object]] = {"routed": step(ops.chunk_gated_delta_rule, **shape)}
+    run, forward = step(ops.chunk_gated_delta_rule, "cuda", **shape)
+    functions: dict[str, Callable[[], object]] = {"routed": run, "routed, forward": forward}
     theirs = flash_linear_attention("chunk_gated_delta_rule")
     if theirs is not None:
-        functions["flash-linear-attention"] = step(theirs, **shape)
+        run, forward = step(theirs, "cuda", **shape)
+        functions |= {"flash-linear-attention": run, "flash-linear-attention, forward": forward}
     found = paired(functions, rounds, 5, torch.cuda.synchronize)
     report = {name: statistics.median(found[name]) for name in functions}
     for name, function in functions.items():
+        if "forward" in name:
+            continue
         report[f"{name}: launches"], report[f"{name}: allocations"] = counted(function)
     if theirs is not None:
         report["routed / flash-linear-attention"] = ratio(found, "routed", "flash-linear-attention")
@@ -343,12 +400,13 @@ def main() -> None:
     reports: dict[str, dict[str, float]] = {}
     if torch.cuda.is_available():
         reports["chunk_bwd_dv_local on a GPU, host us"] = on_a_gpu(options.rounds, SHAPE)
-        reports["forward and backward of the chain on a GPU, host us"] = on_the_chain(
-            max(10, options.rounds // 5), SHAPE
-        )
+        for shape in (SHAPE, LARGE):
+            title = f"forward and backward of the chain on a GPU, {tuple(shape.values())}, host us"
+            reports[title] = on_the_chain(max(10, options.rounds // 5), shape)
     else:
         reports["router, launch stubbed, us"] = on_the_router(options.rounds, small)
         reports["launcher, device stubbed, us"] = on_the_launcher(options.rounds, small)
+        reports["chain, device stubbed, us"] = on_the_chain_stubbed(options.rounds, small)
     if options.json:
         print(json.dumps(reports))
         return

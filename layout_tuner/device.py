@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import logging
+import os
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -194,6 +196,19 @@ def release(device: torch.device) -> None:
 
 # -- Triton's interpreter --------------------------------------------------------------------------------------
 
+# Held while the interpreter runs a kernel: Triton keeps the program that runs in globals, one for all threads.
+interpreter_lock = threading.RLock()
+
+
+def _after_fork() -> None:
+    """Give a child a lock of its own: a thread that is not there any more may have held the parent's."""
+    global interpreter_lock
+    interpreter_lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
 
 def interpreted(kernel: object) -> bool:
     """Whether a kernel was made for the interpreter, which Triton decides when the kernel's module is imported."""
@@ -238,7 +253,8 @@ def interpreter_dot_is_right() -> bool:
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(16, 16, generator=generator).to(torch.bfloat16) for _ in range(2))
     product = torch.full((16, 16), float("nan"))
-    probe.dot_probe[(1,)](a, b, product, N=16)
+    with interpreter_lock:
+        probe.dot_probe[(1,)](a, b, product, N=16)
     wanted = a.float() @ b.float()
     return bool((product - wanted).norm() <= 1e-2 * wanted.norm())
 

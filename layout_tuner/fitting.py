@@ -4,21 +4,29 @@ The facts of a call are the options and, of every operand, shape, dtype, device 
 time-axis operand that is not, the strides. (Any other operand that is not row-major is copied, whatever its strides.)
 Facts make a signature, which is hashed; the test compares with one known signature, operand by operand, and stops at
 the first difference. It is one generated function for each pattern of operands: unrolled, it costs half of a loop.
+
+Where torch has the guards that its own compiler puts before compiled code, one call of them compares all operands at
+once, for less than half of what asking in Python costs. They refuse more than has to be refused (other strides of a
+dimension of size 1, one tensor given twice, another `requires_grad`), so that what they refuse is compared in Python.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from .registry import OpSpec, Value
+from .registry import OpSpec, Outputs, Value
 
 Signature = tuple[object, ...]
 Operands = Sequence["torch.Tensor | None"]
+Scalars = tuple["float | None", ...]
+Check = Callable[..., bool]
 Fits = Callable[[Operands, tuple[Value, ...], "torch.Tensor | None", "torch.Tensor | None"], bool]
+Run = Callable[[Operands, tuple[Value, ...], Scalars, "torch.Tensor | None", "torch.Tensor | None"], "Outputs | None"]
+Does = Literal["fits", "spread", "whole"]
 
 
 class Facts(NamedTuple):
@@ -42,6 +50,7 @@ def signature(
         return (
             spec.name,
             options,
+            tuple(map(type, options)),  # 64, 64.0 and a number of numpy's are equal
             packing_facts(spec, cu_seqlens, 1),
             packing_facts(spec, chunk_indices, 2),
             *[
@@ -83,20 +92,88 @@ def time_axes(spec: OpSpec) -> tuple[bool, ...]:
     return tuple(operand.time_axis for operand in spec.operands)
 
 
-def fitting(known: Signature) -> Fits:
+def fitting(known: Signature, check: Check | None = None) -> Fits:
     """The test for calls of one signature: `fits(operands, options, cu_seqlens, chunk_indices)`.
 
-    An operand that is no tensor fails it or leads to an AttributeError.
+    An operand that is no tensor fails it.
 
     Args:
         known: What `signature` made of a call.
+        check: The `guard` of its operands; without one Python alone compares.
     """
-    _, options, *tensors = known
+    made: Fits = generated(known, check, "fits", None, 0)
+    return made
+
+
+def running(
+    known: Signature, check: Check | None, launch: Callable[..., Outputs], scalars: int, *, spread: bool
+) -> Run:
+    """Test and launch at once: `run(operands, options, scalars, cu_seqlens, chunk_indices)`, None where none fits.
+
+    Args:
+        known: What `signature` made of a call.
+        check: The `guard` of its operands.
+        launch: What runs a call that fits.
+        scalars: How many numbers it takes; one that is neither a float nor None does not fit.
+        spread: Whether `launch` takes all of a call one by one; else operands, scalars and what describes a packed
+            batch.
+    """
+    made: Run = generated(known, check, "spread" if spread else "whole", launch, scalars)
+    return made
+
+
+def generated(
+    known: Signature, check: Check | None, does: Does, launch: Callable[..., Outputs] | None, scalars: int
+) -> Callable[..., Any]:
+    """The function of `fitting` or `running`."""
+    _, options, _, *tensors = known
+    assert isinstance(options, tuple)
     facts = [None if fact is None else Facts(*fact) for fact in tensors]  # type: ignore[misc]
     patterns = tuple(None if fact is None else pattern(fact) for fact in facts)
     compared = [part for fact in facts if fact is not None for part in (*fact[:2], place(fact), fact.memory)]
-    made: Fits = maker(patterns)(options, *compared)
+    make = maker(patterns, len(options), check is not None, does, scalars)
+    made: Callable[..., Any] = make(*options, check, launch, *compared)
     return made
+
+
+# -- torch's guards --------------------------------------------------------------------------------------------
+
+
+def guard(operands: Operands) -> Check | None:
+    """A function that tells tensors like these, in order, from all others; None where torch has none such.
+
+    Args:
+        operands: Those that are None are left out.
+    """
+    present = [tensor for tensor in operands if tensor is not None]
+    if not present or not guards_work():
+        return None
+    make: Any = torch._C._dynamo.guards.TensorGuards
+    check: Check = make(*present, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check if check(*present) else None  # refuses one tensor given twice
+
+
+@functools.cache
+def guards_work() -> bool:
+    """Whether this torch has guards that see every fact of a call; they are not public, so they are tried."""
+    one, like, beside = (torch.empty(shape, device="cpu") for shape in ((2, 3, 4), (2, 3, 4), (2,)))
+    others: list[object] = [
+        torch.empty((2, 4, 4), device="cpu"),
+        torch.empty((2, 3, 4), device="cpu", dtype=torch.int32),
+        torch.empty((2, 3, 4), device="meta"),
+        torch.empty((2, 4, 3), device="cpu").transpose(1, 2),
+        None,
+        [],
+    ]
+    try:
+        make: Any = torch._C._dynamo.guards.TensorGuards
+        check = make(one, beside, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        return check(like, beside) is True and not any(check(other, beside) for other in others)
+    except (AttributeError, TypeError, RuntimeError):
+        return False
+
+
+# -- the generated test ----------------------------------------------------------------------------------------
 
 
 class Pattern(NamedTuple):
@@ -138,27 +215,55 @@ def conditions(x: str, how: Pattern, dims: int) -> list[str]:
 
 
 @functools.cache
-def maker(patterns: tuple[Pattern | None, ...]) -> Callable[..., Fits]:
+def maker(
+    patterns: tuple[Pattern | None, ...], options: int, guarded: bool, does: Does, scalars: int
+) -> Callable[..., Any]:
     """The function that makes a test of what it compares with.
 
     Args:
         patterns: Of `cu_seqlens`, `chunk_indices` and the operands; None for what is not given.
+        options: How many options a call has.
+        guarded: Whether torch's guards compare the operands first.
+        does: `fits` tests; `spread` and `whole` launch what passes.
+        scalars: How many numbers a launch takes.
     """
     operands = [f"x{i}" for i in range(len(patterns) - 2)]
+    numbers = [f"s{i}" for i in range(scalars)]
+    chosen, wanted = [f"o{i}" for i in range(options)], [f"w{i}" for i in range(options)]
     names = ["cu_seqlens", "chunk_indices", *operands]
     tests: dict[str, list[str]] = {}
     for dims, (x, how) in enumerate(zip(names, patterns), start=1):
         tests[x] = [f"{x} is None"] if how is None else conditions(x, how, dims)
+    given = [x for x, how in zip(operands, patterns[2:]) if how is not None]
     # The main tensor's shape is what differs most often.
-    ordered = [test for x in (*operands, "cu_seqlens", "chunk_indices") for test in tests[x]]
+    compared = " and ".join(test for x in given for test in tests[x])
+    if guarded:
+        compared = f"(check({', '.join(given)}) or {compared})"
+    ordered = [test for x in operands if x not in given for test in tests[x]]
+    ordered += [*tests["cu_seqlens"], *tests["chunk_indices"]]
+    ordered += [f"(o{i} is w{i} or (type(o{i}) is type(w{i}) and o{i} == w{i}))" for i in range(options)]
+    if does != "fits":
+        ordered += [f"(type({s}) is float or {s} is None)" for s in numbers]
     facts = [f"{x}_{fact}" for x, how in zip(names, patterns) if how is not None for fact in Facts._fields]
+    taken = "operands, options, cu_seqlens, chunk_indices"
+    answer = "fitting"
+    if does != "fits":
+        taken = "operands, options, scalars, cu_seqlens, chunk_indices"
+        handed = ", ".join([*operands, *numbers]) if does == "spread" else "operands, scalars"
+        answer = f"launch({handed}, cu_seqlens, chunk_indices) if fitting else None"
     text = f"""
-def make(wanted, {", ".join(facts)}):
-    def fits(operands, options, cu_seqlens, chunk_indices):
+def make({"".join(f"{w}, " for w in wanted)}check, launch, {", ".join(facts)}):
+    def test({taken}):
         {", ".join(operands)}, = operands
-        return {" and ".join(ordered)} and options == wanted
-    return fits
+        {f"{', '.join(chosen)}, = options" if chosen else ""}
+        {f"{', '.join(numbers)}, = scalars" if numbers and does != "fits" else ""}
+        try:
+            fitting = {" and ".join([*ordered, compared])}
+        except AttributeError:
+            fitting = False
+        return {answer}
+    return test
 """
-    scope: dict[str, Callable[..., Fits]] = {}
+    scope: dict[str, Callable[..., Any]] = {}
     exec(text, scope)
     return scope["make"]

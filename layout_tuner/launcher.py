@@ -108,11 +108,18 @@ class BoundKernel:
         """Find out, at the first launch, how this process launches; it is Triton's turn then."""
         if devices.interpreted(self.kernel):
             direct.say_interpreted()
-        elif type(self.kernel).__name__ == "JITFunction":
+            self.direct = self.interpreted
+            return self.interpreted(grid, *arguments)
+        if type(self.kernel).__name__ == "JITFunction":
             self.style = direct.style()
             self.parameters = direct.run_time_parameters(self.kernel, self.constants)
         self.direct = not_yet if self.style and self.parameters else self.plain
         return False
+
+    def interpreted(self, grid: int, *arguments: Any) -> bool:
+        """Launch in Triton's interpreter, one thread at a time."""
+        with devices.interpreter_lock:
+            return self.plain(grid, *arguments)
 
     def plain(self, grid: int, *arguments: Any) -> bool:
         """Launch through Triton."""

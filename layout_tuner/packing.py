@@ -59,6 +59,16 @@ def _prepared(
     cu_seqlens: torch.Tensor, chunk_size: int, cu_seqlens_cpu: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Both lists and where the last sequence ends, remembered while the tensor lives and torch does not write to it."""
+    named = {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu}
+    faults = [
+        f"{name}: wanted a tensor, got {type(x).__name__}"
+        for name, x in named.items()
+        if not isinstance(x, torch.Tensor)
+    ]
+    if type(chunk_size) is not int or chunk_size < 1:
+        faults.append(f"chunk_size: wanted a number of at least 1, got {chunk_size!r}")
+    if faults:
+        raise TypeError("; ".join(faults))
     version = 0 if cu_seqlens.is_inference() else cu_seqlens._version
     slot = (id(cu_seqlens), version, chunk_size)
     known = _memo.get(slot)

@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import inspect
 import itertools
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -455,8 +456,9 @@ def check_call(spec: OpSpec, call: Call) -> dict[str, int]:
         The sizes by symbol.
 
     Raises:
-        TypeError: An operand that is no tensor.
-        ValueError: Every other mistake, all in one message that names op, argument, wanted and got.
+        TypeError: An operand that is no tensor, an option or a scalar of another type.
+        ValueError: Every other mistake. Either message names all that can be told, each with op, argument, wanted and
+            got.
     """
     import torch
 
@@ -465,16 +467,20 @@ def check_call(spec: OpSpec, call: Call) -> dict[str, int]:
     origin: dict[str, str] = {}
     v_first = False
     for option, value in zip(spec.options, call.options):
-        if option.label == "BT":
-            sizes["BT"] = int(value)
+        if option.label == "BT" and isinstance(value, int):
+            sizes["BT"] = value
             origin["BT"] = option.name
         v_first |= option.name == "state_v_first" and value is True
-    for operand, tensor in zip(spec.operands, call.tensors):
-        if tensor is not None and not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{spec.name}: {operand.name}: wanted a tensor, got {type(tensor).__name__}")
-    main = call.tensors[0]
-    if main is None:
-        raise ValueError(f"{spec.name}: {spec.operands[0].name}: wanted a tensor, got None")
+    main, others = call.tensors[0], [*call.tensors[1:], call.cu_seqlens, call.chunk_indices]
+    wrong_types = type_faults(spec, call)
+    if main is None or any(tensor is not None and not isinstance(tensor, torch.Tensor) for tensor in (main, *others)):
+        missing = [
+            f"{operand.name}: wanted [{operand.dims.replace(' ', ', ')}], got None"
+            for operand, tensor in zip(spec.operands, call.tensors)
+            if tensor is None and (not operand.optional or operand is spec.operands[0])
+        ]
+        kind = TypeError if wrong_types else ValueError
+        raise kind(f"{spec.name}: " + "; ".join([*wrong_types, *missing]))
     for operand, tensor in zip(spec.operands, call.tensors):
         if tensor is None:
             if not operand.optional:
@@ -509,9 +515,37 @@ def check_call(spec: OpSpec, call: Call) -> dict[str, int]:
     faults += [f"{name}: wanted at least 1, got 0" for name in SIZES if sizes.get(name, 1) == 0]
     faults += check_counts(call, sizes, origin)
     faults += check_packing(call, sizes, main)
-    if faults:
-        raise ValueError(f"{spec.name}: " + "; ".join(faults))
+    if wrong_types or faults:
+        kind = TypeError if wrong_types else ValueError
+        raise kind(f"{spec.name}: " + "; ".join([*wrong_types, *faults]))
     return sizes
+
+
+def type_faults(spec: OpSpec, call: Call) -> list[str]:
+    """Which arguments of a call are of a wrong type."""
+    import torch
+
+    tensors = [(operand.name, tensor) for operand, tensor in zip(spec.operands, call.tensors)]
+    tensors += [("cu_seqlens", call.cu_seqlens), ("chunk_indices", call.chunk_indices)]
+    faults = [
+        f"{name}: wanted a tensor, got {type(tensor).__name__}"
+        for name, tensor in tensors
+        if tensor is not None and not isinstance(tensor, torch.Tensor)
+    ]
+    for option, value in zip(spec.options, call.options):
+        kind = type(option.default)
+        if type(value) is not kind:  # True is an int, and an int of numpy's is none
+            faults.append(f"{option.name}: wanted {kind.__name__}, got {type(value).__name__}")
+    return faults + number_faults(spec, call.scalars)
+
+
+def number_faults(spec: OpSpec, scalars: Sequence[object]) -> list[str]:
+    """Which scalars of a call are no numbers; a tensor would have to be waited for."""
+    return [
+        f"{name}: wanted a number or None, got {type(number).__name__}"
+        for name, number in zip(spec.scalars, scalars)
+        if number is not None and (isinstance(number, bool) or not isinstance(number, numbers.Real))
+    ]
 
 
 def check_counts(call: Call, sizes: Mapping[str, int], origin: Mapping[str, str]) -> list[str]:
@@ -521,6 +555,8 @@ def check_counts(call: Call, sizes: Mapping[str, int], origin: Mapping[str, str]
     """
     wanted: dict[str, int] = {}
     if call.cu_seqlens is not None:
+        if call.cu_seqlens.dim() != 1:
+            return []  # said with its shape
         wanted["N"] = call.cu_seqlens.shape[0] - 1
     elif "B" in sizes:
         wanted["N"] = sizes["B"]
@@ -547,6 +583,8 @@ def check_packing(call: Call, sizes: Mapping[str, int], main: torch.Tensor) -> l
             faults.append(f"{name}: wanted device {main.device}, got {tensor.device}")
         if not tensor.is_contiguous():
             faults.append(f"{name}: wanted a contiguous tensor, got strides {tensor.stride()}")
+    if call.chunk_indices is not None and call.cu_seqlens is None:
+        faults.append("chunk_indices: wanted cu_seqlens with it")
     if call.cu_seqlens is not None and sizes.get("B", 1) != 1:
         faults.append(f"cu_seqlens: wanted B=1 for a packed batch, got B={sizes['B']}")
     return faults

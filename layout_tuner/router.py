@@ -30,12 +30,12 @@ from .decisions import key_record, outcome_record
 from .environment import PREDICTED, environment
 from .errors import CacheError, LayoutTunerError, TuningError
 from .experiment import Experiment
-from .fitting import Fits, Signature, fitting, signature
+from .fitting import Fits, Run, Scalars, Signature, fitting, guard, running, signature
 from .keys import Key, bucketed
 from .layouts import Layout
 from .measure import EventTimer, HostTimer, Timer
 from .prepare import Prepared
-from .registry import Call, Candidate, OpSpec, Outputs, Problem, Value
+from .registry import Call, Candidate, OpSpec, Outputs, Problem, Value, number_faults
 from .tuner import Outcome, classify, first_line, tune
 
 log = logging.getLogger(__name__)
@@ -63,22 +63,30 @@ class Choice:
 
 
 class Known:
-    """A signature that was prepared, with the test whether a call has it.
+    """A signature that was prepared and has run, with the test whether a call has it.
+
+    Args:
+        spec: The op.
+        signature: The signature.
+        prepared: What runs it.
+        tensors: The operands of a call that has it.
 
     Attributes:
         fits: The test.
-        signature: What it tests for.
-        prepared: What runs it.
-        launch: What runs it at once, once proven and where a launch takes a call's arguments as they come.
+        run: The test and, where it passes, the launch.
     """
 
-    __slots__ = ("fits", "launch", "prepared", "signature")
+    __slots__ = ("fits", "prepared", "run", "signature")
 
-    def __init__(self, signature: Signature, prepared: Prepared) -> None:
-        self.fits: Fits = fitting(signature)
+    def __init__(
+        self, spec: OpSpec, signature: Signature, prepared: Prepared, tensors: tuple[torch.Tensor | None, ...]
+    ) -> None:
+        check = guard(tensors)
+        launch = prepared.launch if prepared.direct else prepared
+        self.fits: Fits = fitting(signature, check)
+        self.run: Run = running(signature, check, launch, len(spec.scalars), spread=prepared.direct)
         self.signature = signature
         self.prepared = prepared
-        self.launch = prepared.launch if prepared.proven and prepared.direct else None
 
 
 class Memory(dict[Signature, Prepared]):
@@ -203,31 +211,70 @@ class Router:
             self.prepared.clear()
         self.prepared[signature] = prepared
 
-    def hit(
+    def lookup(
         self,
         spec: OpSpec,
         tensors: tuple[torch.Tensor | None, ...],
         options: tuple[Value, ...],
+        scalars: Scalars,
         cu_seqlens: torch.Tensor | None,
         chunk_indices: torch.Tensor | None,
-    ) -> Known:
-        """What runs a call that differs from the last one of its op, prepared just now where it is new."""
+    ) -> tuple[Signature, Prepared]:
+        """What runs a call that differs from the last one of its op, prepared just now where it is new.
+
+        Raises:
+            TypeError, ValueError, UnsupportedProblemError: The call itself is wrong.
+        """
         shape = getattr(tensors[0], "shape", None)
         try:
             known = self.prepared.by_shape[spec, shape]
+        except (KeyError, TypeError):  # TypeError: a shape that cannot be hashed
+            pass
+        else:
             if known.fits(tensors, options, cu_seqlens, chunk_indices):
                 self.prepared.last[spec] = known
-                return known
-        except (AttributeError, KeyError, TypeError):  # TypeError: a shape that cannot be hashed
-            pass
+                return known.signature, known.prepared
         found = signature(spec, tensors, options, cu_seqlens, chunk_indices)
-        prepared = self.prepared.get(found)
+        try:
+            prepared = self.prepared.get(found)
+        except TypeError:  # an option that cannot be hashed, which the check will name
+            prepared = None
         if prepared is None:
+            arguments = Call(tensors=tensors, options=options, scalars=scalars, cu_seqlens=cu_seqlens,
+                             chunk_indices=chunk_indices)  # fmt: skip
+            return found, self.resolve(spec, found, arguments)
+        if prepared.proven:
+            self.prepared.by_shape[spec, shape] = self.prepared.last[spec] = Known(spec, found, prepared, tensors)
+        return found, prepared
+
+    def run(
+        self,
+        spec: OpSpec,
+        tensors: tuple[torch.Tensor | None, ...],
+        options: tuple[Value, ...],
+        scalars: Scalars,
+        cu_seqlens: torch.Tensor | None,
+        chunk_indices: torch.Tensor | None,
+    ) -> Outputs:
+        """Run a call that differs from the last one of its op, or has numbers that are no floats."""
+        known = self.prepared.by_shape.get((spec, getattr(tensors[0], "shape", None)))
+        if known is not None:
+            results = known.run(tensors, options, scalars, cu_seqlens, chunk_indices)
+            if results is not None:
+                self.prepared.last[spec] = known
+                return results
+        found, prepared = self.lookup(spec, tensors, options, scalars, cu_seqlens, chunk_indices)
+        numbers = as_floats(spec, scalars)
+        if prepared.proven:
+            return prepared(tensors, numbers, cu_seqlens, chunk_indices)
+        try:
+            results = prepared(tensors, numbers, cu_seqlens, chunk_indices)
+        except Exception as error:  # any fault of a chosen candidate must leave the call as if it had not been chosen
             arguments = Call(tensors=tensors, options=options, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices)
-            return Known(found, self.resolve(spec, found, arguments))
-        known = Known(found, prepared)
-        self.prepared.by_shape[spec, shape] = self.prepared.last[spec] = known
-        return known
+            prepared = self.recover(spec, found, arguments, prepared, error)
+            results = prepared(tensors, numbers, cu_seqlens, chunk_indices)
+        prepared.proven = True
+        return results
 
     def problem(self, key: Key, device: torch.device) -> Problem:
         """A key on a device, with the variants stored for the ops it may be made of."""
@@ -448,18 +495,24 @@ def present(call: Call) -> torch.Tensor:
 
 _DEFAULT = Router(Config(), tuning=False)
 _current: Router = _DEFAULT
+_last = _DEFAULT.prepared.last  # the current router's; one look-up less at every call
 _entries: dict[int, Router] = {}
 _tickets = itertools.count()
 _stack_lock = threading.Lock()
 
 
+def activate(router: Router) -> None:
+    """Route calls through an entry."""
+    global _current, _last
+    _current, _last = router, router.prepared.last
+
+
 def push(router: Router) -> int:
     """Make a router the newest entry; the answer removes it again."""
-    global _current
     with _stack_lock:
         ticket = next(_tickets)
         _entries[ticket] = router
-        _current = router
+        activate(router)
     return ticket
 
 
@@ -470,18 +523,16 @@ def holds(ticket: int) -> bool:
 
 def remove(ticket: int) -> None:
     """Remove an entry, wherever in the stack it is; without effect once it is gone."""
-    global _current
     with _stack_lock:
         _entries.pop(ticket, None)
-        _current = next(reversed(_entries.values()), _DEFAULT)
+        activate(next(reversed(_entries.values()), _DEFAULT))
 
 
 def clear() -> None:
     """Remove every entry."""
-    global _current
     with _stack_lock:
         _entries.clear()
-        _current = _DEFAULT
+        activate(_DEFAULT)
 
 
 def active() -> bool:
@@ -510,49 +561,44 @@ def find(
     spec: OpSpec,
     tensors: tuple[torch.Tensor | None, ...],
     options: tuple[Value, ...],
+    scalars: Scalars,
     cu_seqlens: torch.Tensor | None = None,
     chunk_indices: torch.Tensor | None = None,
 ) -> tuple[Router, Signature, Prepared]:
     """What runs a call: the newest entry's prepared launch for the call's signature."""
     router = _current
-    try:
-        known = router.prepared.last[spec]
-        fits = known.fits(tensors, options, cu_seqlens, chunk_indices)
-    except (AttributeError, KeyError):  # the op's first call, or an operand that is no tensor
-        fits = False
-    if not fits:
-        known = router.hit(spec, tensors, options, cu_seqlens, chunk_indices)
-    return router, known.signature, known.prepared
+    known = router.prepared.last.get(spec)
+    if known is not None and known.fits(tensors, options, cu_seqlens, chunk_indices):
+        return router, known.signature, known.prepared
+    return router, *router.lookup(spec, tensors, options, scalars, cu_seqlens, chunk_indices)
+
+
+def as_floats(spec: OpSpec, scalars: Scalars) -> Scalars:
+    """Numbers as kernels take them.
+
+    Raises:
+        TypeError: One that is no number; a tensor would have to be waited for.
+    """
+    faults = number_faults(spec, scalars)
+    if faults:
+        raise TypeError(f"{spec.name}: " + "; ".join(faults))
+    return tuple([None if number is None else float(number) for number in scalars])
 
 
 def call(
     spec: OpSpec,
     tensors: tuple[torch.Tensor | None, ...],
     options: tuple[Value, ...],
-    scalars: tuple[float | None, ...],
+    scalars: Scalars,
     cu_seqlens: torch.Tensor | None = None,
     chunk_indices: torch.Tensor | None = None,
 ) -> Outputs:
     """Run an op. A chosen candidate that fails to launch is put aside and the default runs in its place."""
-    router = _current  # as in `find`, without the price of calling it
     try:
-        known = router.prepared.last[spec]
-        fits = known.fits(tensors, options, cu_seqlens, chunk_indices)
-    except (AttributeError, KeyError):
-        fits = False
-    if not fits:
-        known = router.hit(spec, tensors, options, cu_seqlens, chunk_indices)
-    launch = known.launch
-    if launch is not None:
-        return launch(*tensors, *scalars, cu_seqlens, chunk_indices)
-    prepared = known.prepared
-    if prepared.proven:
-        return prepared(tensors, scalars, cu_seqlens, chunk_indices)
-    try:
-        results = prepared(tensors, scalars, cu_seqlens, chunk_indices)
-    except Exception as error:  # any fault of a chosen candidate must leave the call as if it had not been chosen
-        arguments = Call(tensors=tensors, options=options, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices)
-        prepared = router.recover(spec, known.signature, arguments, prepared, error)
-        results = prepared(tensors, scalars, cu_seqlens, chunk_indices)
-    prepared.proven = True
+        run = _last[spec].run
+    except KeyError:
+        return _current.run(spec, tensors, options, scalars, cu_seqlens, chunk_indices)
+    results = run(tensors, options, scalars, cu_seqlens, chunk_indices)
+    if results is None:
+        return _current.run(spec, tensors, options, scalars, cu_seqlens, chunk_indices)
     return results

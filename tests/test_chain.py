@@ -392,6 +392,31 @@ def test_gradient_of_a_sum_has_no_strides(device: torch.device) -> None:
     assert all(torch.equal(a, b) for a, b in zip(of_sum, of_ones))
 
 
+def test_starts_that_are_written_to_before_the_backward(device: torch.device) -> None:
+    q, k, v = (torch.randn(1, 20, *shape, device=device) for shape in ((1, 16), (1, 16), (2, 16)))
+    beta = torch.rand(1, 20, 2, device=device).requires_grad_()
+    starts = torch.tensor([0, 7, 20], device=device)
+    o, _ = ops.chunk_gated_delta_rule(q, k, v, None, beta, cu_seqlens=starts, chunk_size=16)
+    starts[1] = 9
+    with pytest.raises(RuntimeError, match="cu_seqlens or chunk_indices were written to between forward and backward"):
+        o.sum().backward()
+
+
+def test_arguments_that_cannot_be_used_are_named_together(device: torch.device) -> None:
+    q, k, v = (torch.randn(1, 20, *shape, device=device) for shape in ((1, 16), (1, 16), (2, 16)))
+    with pytest.raises(
+        TypeError,
+        match=r"cu_seqlens_cpu: wanted cu_seqlens with it; k: wanted a tensor, got list; "
+        r"chunk_size: wanted int, got str; scale: wanted a number or None, got Tensor; "
+        r"beta: wanted \[B, T, HV\], got None",
+    ):
+        ops.chunk_gated_delta_rule(
+            q, [k], v, None, None, torch.tensor(1.0), chunk_size="16", cu_seqlens_cpu=torch.tensor([0, 20])
+        )
+    with pytest.raises(ValueError, match="cu_seqlens_cpu: wanted cu_seqlens with it"):
+        ops.chunk_gated_delta_rule(q, k, v, None, q[..., 0], cu_seqlens_cpu=torch.tensor([0, 20]))
+
+
 def test_contradicting_options_are_refused_together(device: torch.device) -> None:
     given = make(device, B=1, T=20, K=16, V=16)
     with pytest.raises(ValueError, match=r"allow_neg_eigval.*A_log"):

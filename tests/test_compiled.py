@@ -12,8 +12,7 @@ from layout_tuner import registry, router
 from layout_tuner.config import Config
 from layout_tuner.device import widen_interpreter_dot
 from layout_tuner.layouts import Layout, relayout
-from layout_tuner.ops import compiled, gated_delta_rule
-from layout_tuner.ops.compiled import chunk_bwd_dv_local, chunk_gated_delta_rule
+from layout_tuner.ops import chunk_bwd_dv_local, chunk_gated_delta_rule, compiled, gated_delta_rule
 from layout_tuner.router import Choice, Router
 
 CHAIN = registry.lookup("chunk_gated_delta_rule")

@@ -178,10 +178,11 @@ def calls() -> dict[str, tuple[torch.Tensor | None, ...]]:
     }
 
 
+@pytest.mark.parametrize("guarded", [True, False])
 @pytest.mark.parametrize("form", ["dense", "packed"])
 @pytest.mark.parametrize("place", range(6))
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_call_that_differs_does_not_fit(form: str, place: int, change: str) -> None:
+def test_a_call_that_differs_does_not_fit(form: str, place: int, change: str, guarded: bool) -> None:
     *operands, cu_seqlens, chunk_indices = calls()[form]
     whole = [*operands, cu_seqlens, chunk_indices]
     if whole[place] is None:
@@ -196,16 +197,65 @@ def test_a_call_that_differs_does_not_fit(form: str, place: int, change: str) ->
         return (*these[:4], None, None), options, *these[4:]
 
     known = fitting.signature(SPEC, *split(whole))
-    fits = fitting.fitting(known)
+    fits = fitting.fitting(known, fitting.guard(whole[:4]) if guarded else None)
     assert fits(*split(whole))
     assert fits(*split([None if x is None else x.clone() for x in whole]))
-    try:
-        assert not fits(*split(changed))
-    except AttributeError:
-        assert change in ("list", "number", "array", "none")
+    assert not fits(*split(changed))
     assert fitting.signature(SPEC, *split(changed)) != known
     assert not fits((*whole[:4], None, torch.zeros(1)), options, *whole[4:])
     assert not fits((*whole[:4], None, None), (BT * 2,), *whole[4:])
+
+
+@pytest.mark.parametrize("value", [16.0, True, "16", None, [16], torch.tensor(16)], ids=str)
+def test_an_option_of_another_type_does_not_fit(value: object) -> None:
+    operands = (*calls()["dense"][:4], None, None)
+    known = fitting.signature(SPEC, operands, (16,), None, None)
+    fits = fitting.fitting(known)
+    assert fits(operands, (int("16"),), None, None)
+    assert not fits(operands, (value,), None, None)
+    assert fitting.signature(SPEC, operands, (value,), None, None) != known
+
+
+@pytest.mark.parametrize("value", [1, True, "1", torch.tensor(1.0), [1.0]], ids=str)
+def test_a_number_that_is_no_float_is_not_launched_at_once(value: object) -> None:
+    operands = (*calls()["dense"][:4], None, None)
+    known = fitting.signature(SPEC, operands, (16,), None, None)
+    launched = []
+    run = fitting.running(known, None, lambda *given: launched.append(given) or (), 1, spread=True)
+    assert run(operands, (16,), (value,), None, None) is None
+    assert not launched
+    for scale in (None, 0.5):
+        assert run(operands, (16,), (scale,), None, None) == ()
+        assert launched.pop() == (*operands, scale, None, None)
+
+
+def test_torchs_guards_refuse_no_call_that_fits() -> None:
+    """What they refuse beyond what has to be refused is compared in Python."""
+    assert fitting.guards_work()
+    operands = (*calls()["dense"][:4], None, None)
+    check = fitting.guard(operands)
+    assert check is not None
+    q, k, do, g = operands[:4]
+    fits = fitting.fitting(fitting.signature(SPEC, operands, (16,), None, None), check)
+    odd = g.as_strided(g.shape, (999, 4, 1))  # B == 1
+    for other in ((q, q, do, g), (q.clone().requires_grad_(), k, do, g), (q, k, do, odd)):
+        assert not check(*other)
+        assert fits((*other, None, None), (16,), None, None)
+    with torch.inference_mode():
+        assert fits(operands, (16,), None, None)
+    assert fitting.guard((q, q, do, g)) is None
+    with torch.no_grad():
+        assert check(*operands[:4])
+
+
+def test_without_torchs_guards_python_compares(enabled: Router, silent: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "guards_work", lambda: False)
+    given = arguments(torch.device("cpu"))
+    for _ in range(3):
+        dv_local(given)
+    assert enabled.prepared.last[SPEC].fits((*given.values(), None, None), (BT,), None, None)
+    with pytest.raises(ValueError, match="k"):
+        dv_local(given | {"k": given["k"].double()})
 
 
 def test_layouts_of_size_one_dimensions_fit_whatever_their_strides() -> None:

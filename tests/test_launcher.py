@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,6 +108,16 @@ def test_ops_record_on_meta_tensors(varlen: bool) -> None:
     assert record.constants["G_T_CONTIG"] is True
     assert record.constants["IS_VARLEN"] is varlen
     assert len(record.arguments) + len(record.constants) == len(record.kernel.arg_names)
+
+
+def test_threads_take_turns_in_the_interpreter(device: torch.device) -> None:
+    if device.type != "cpu":
+        pytest.skip("launches on a device")
+    given = [dv_local.arguments(device, T=T) for T in (20, 33, 17, 40)]
+    wanted = [dv_local.dv_local(each) for each in given]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(dv_local.dv_local, given * 2))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted * 2, strict=True))
 
 
 @pytest.mark.parametrize("name", ["num_warps", "num_stages"])

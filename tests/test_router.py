@@ -1,5 +1,6 @@
 """From a call to its launch: scopes, hits, misses, policies, and what a failure may not do."""
 
+import inspect
 import logging
 import subprocess
 import sys
@@ -11,8 +12,10 @@ from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
+from cases import key_for
 from dv_local import CANDIDATES, SPEC, arguments, assert_right, dv_local, key
 from layout_tuner.cache.store import Store
 from layout_tuner.kernels import dv_local as kernels
@@ -20,7 +23,7 @@ from timers import SetTimer, set_times
 
 import layout_tuner
 from layout_tuner import device as devices
-from layout_tuner import inputs, router
+from layout_tuner import inputs, registry, router
 from layout_tuner.config import Config
 from layout_tuner.environment import environment
 from layout_tuner.errors import CacheError, ConfigError, TuningError, UnsupportedProblemError
@@ -534,6 +537,60 @@ def test_tuning_is_on_synthetic_arguments(config: Config, device: torch.device) 
     with entered(tuning(config)) as made:
         dv_local(given)
         assert ran(made) == [SECOND]
+
+
+def named(name: str) -> dict[str, object]:
+    """Arguments of a public op, right ones."""
+    spec = registry.lookup(name)
+    form = next(form for form in spec.every_form if "OTHER" not in form)
+    call = inputs.synthesize(spec, key_for(spec, form, B=1, T=20, K=16, V=16), "cpu")
+    taken = inspect.signature(getattr(layout_tuner.ops, name)).parameters
+    return {name: value for name, value in spec.arguments(call).items() if name in taken}
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_every_argument_of_a_wrong_type_is_named_by_one_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router.Router, "prepare", lambda *_: pytest.fail("prepared"))
+    spec, op, given = registry.lookup(name), getattr(layout_tuner.ops, name), named(name)
+    optional = {operand.name for operand in spec.operands if operand.optional}
+    for argument, value in given.items():
+        wrong: list[object] = [[1.0], 1.5, torch.zeros(3).numpy()]
+        if argument in spec.scalars:
+            wrong = ["1", torch.tensor(1.0), True, [1.0]]
+        elif value is not None and not isinstance(value, torch.Tensor):
+            wrong = ["16", 64.0, torch.tensor(16), [16], torch.zeros(2).numpy()]
+        elif argument not in optional and argument != "cu_seqlens":
+            wrong.append(None)
+        if argument == "output_dtype":
+            wrong = ["complex64"]
+        for mistake in wrong:
+            with pytest.raises((TypeError, ValueError), match=rf"^{name}: .*{argument}: wanted"):
+                op(**given | {argument: mistake})
+    first, *others = [
+        operand.name for operand in spec.operands if operand.name in given and given[operand.name] is not None
+    ]
+    if others:
+        with pytest.raises(
+            TypeError, match=rf"{first}: wanted a tensor, got list; {others[-1]}: wanted a tensor, got set"
+        ):
+            op(**given | {first: [], others[-1]: set()})
+
+
+def test_a_number_of_another_kind_is_taken_as_a_float(device: torch.device) -> None:
+    given = arguments(device)
+    wanted = dv_local(given, scale=2.0)
+    for scale in (2, numpy.float32(2), numpy.int64(2)):
+        assert torch.equal(dv_local(given, scale=scale), wanted)
+    with pytest.raises(TypeError, match="scale: wanted a number or None, got Tensor"):
+        dv_local(given, scale=torch.tensor(2.0))
+
+
+def test_chunks_without_starts_are_refused(device: torch.device) -> None:
+    given = arguments(device)
+    with pytest.raises(ValueError, match="chunk_indices: wanted cu_seqlens with it"):
+        dv_local(given, chunk_indices=torch.zeros(2, 2, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"cu_seqlens: wanted \[N \+ 1\], got \[\]"):
+        dv_local(given, cu_seqlens=torch.tensor(3))
 
 
 def test_a_wrong_call_is_the_callers_error(config: Config, device: torch.device) -> None:

@@ -28,7 +28,7 @@ from ..layouts import Layout
 from ..packing import prepare_chunk_indices, stand_in
 from ..prepare import present
 from ..registry import Call, Candidate, Launch, OpSpec, Problem, Value
-from . import dv_local, gated_delta_rule
+from . import gated_delta_rule
 from .gated_delta_rule import Chain, Inputs, Saved
 
 Facts = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
@@ -147,21 +147,19 @@ def rows(tensor: Tensor | None) -> Tensor | None:
 # -- chunk_bwd_dv_local ----------------------------------------------------------------------------------------
 
 
-def chunk_bwd_dv_local(
+def traced_dv_local(
     q: Tensor,
     k: Tensor,
     do: Tensor,
-    g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
-    A: Tensor | None = None,
-    scale: float | None = None,
-    cu_seqlens: Tensor | None = None,
-    chunk_size: int = 64,
-    chunk_indices: Tensor | None = None,
+    g: Tensor | None,
+    g_gamma: Tensor | None,
+    A: Tensor | None,
+    scale: float | None,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+    chunk_indices: Tensor | None,
 ) -> Tensor:
-    """`dv_local.chunk_bwd_dv_local`, which a compiler may trace."""
-    if not torch.compiler.is_compiling():
-        return dv_local.chunk_bwd_dv_local(q, k, do, g, g_gamma, A, scale, cu_seqlens, chunk_size, chunk_indices)
+    """`chunk_bwd_dv_local` while a compiler traces it."""
     if g is not None and g_gamma is not None:
         raise ValueError("chunk_bwd_dv_local: g, g_gamma: wanted at most one of them, got both")
     if A is not None:
@@ -213,56 +211,39 @@ def _(
 # -- chunk_gated_delta_rule ------------------------------------------------------------------------------------
 
 
-def chunk_gated_delta_rule(
+def traced_chain(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor | None,
     beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    chunk_indices: Tensor | None = None,
-    cp_context: object | None = None,
-    *,
-    use_gate_in_kernel: bool = False,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    chunk_size: int = 64,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    use_qk_l2norm_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    state_v_first: bool,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    chunk_indices: Tensor | None,
+    cp_context: object | None,
+    use_gate_in_kernel: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    chunk_size: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """`gated_delta_rule.chunk_gated_delta_rule`, which a compiler may trace."""
-    if not torch.compiler.is_compiling():
-        return gated_delta_rule.chunk_gated_delta_rule(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            scale,
-            initial_state,
-            output_final_state,
-            use_qk_l2norm_in_kernel,
-            use_beta_sigmoid_in_kernel,
-            allow_neg_eigval,
-            state_v_first,
-            cu_seqlens,
-            cu_seqlens_cpu,
-            chunk_indices,
-            cp_context,
-            use_gate_in_kernel=use_gate_in_kernel,
-            A_log=A_log,
-            dt_bias=dt_bias,
-            chunk_size=chunk_size,
-        )
-    gated_delta_rule._check_options(
-        g, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel, A_log, dt_bias, cp_context
+    """`chunk_gated_delta_rule` while a compiler traces it."""
+    flags = (
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        state_v_first,
+        use_gate_in_kernel,
     )
+    inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    gated_delta_rule.check(inputs, (*flags, chunk_size), scale, cu_seqlens, cu_seqlens_cpu, chunk_indices, cp_context)
     if not use_gate_in_kernel:
         A_log = dt_bias = None
     A_log = None if A_log is None else A_log.reshape(-1)
@@ -272,14 +253,6 @@ def chunk_gated_delta_rule(
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    flags = (
-        output_final_state,
-        use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel,
-        allow_neg_eigval,
-        state_v_first,
-        use_gate_in_kernel,
-    )
     operands = (*[facts(x) for x in inputs], None, None)
     options = (*flags, chunk_size, grad)
     said = ticket("chunk_gated_delta_rule", operands, options, facts(cu_seqlens), facts(chunk_indices))

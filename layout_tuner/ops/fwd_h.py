@@ -62,6 +62,8 @@ def chunk_gated_delta_rule_fwd_h(
 
     Source: Yang, Kautz, Hatamizadeh 2024, Gated Delta Networks, arXiv:2412.06464, section 3.3.
     """
+    if cu_seqlens_cpu is not None and cu_seqlens is None:
+        raise ValueError("chunk_gated_delta_rule_fwd_h: cu_seqlens_cpu: wanted cu_seqlens with it")
     if cu_seqlens is not None and cu_seqlens_cpu is not None and chunk_indices is None:
         chunk_indices = prepare_chunk_indices(cu_seqlens, chunk_size, cu_seqlens_cpu, k.shape[1])
     h, v_new, final_state = router.call(

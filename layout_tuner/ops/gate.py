@@ -47,11 +47,15 @@ def gdn_gate_chunk_cumsum(
         UnsupportedProblemError: Another chunk size, or CPU tensors outside Triton's interpreter.
     """
     dtype = output_dtype_name(SPEC.name, output_dtype, g)
-    bias = None if dt_bias is None else dt_bias.reshape(-1)
-    tensors = (g, A_log.reshape(-1), bias)
+    tensors = (g, row(A_log), row(dt_bias))
     out = router.call(SPEC, tensors, (chunk_size, dtype), (scale,), cu_seqlens, chunk_indices)[0]
     assert out is not None
     return out
+
+
+def row(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """A tensor of any shape as a row; what is none is left to the check of the call."""
+    return tensor.reshape(-1) if isinstance(tensor, torch.Tensor) else tensor
 
 
 def gdn_gate_bwd(
@@ -74,8 +78,7 @@ def gdn_gate_bwd(
         ValueError: Shapes, dtypes or devices that do not fit together.
         UnsupportedProblemError: CPU tensors outside Triton's interpreter.
     """
-    bias = None if dt_bias is None else dt_bias.reshape(-1)
-    dg, dA_log, ddt_bias = router.call(BWD_SPEC, (g, A_log.reshape(-1), bias, dyg), (), ())
+    dg, dA_log, ddt_bias = router.call(BWD_SPEC, (g, row(A_log), row(dt_bias), dyg), (), ())
     assert dg is not None and dA_log is not None
     dA_log = dA_log.view(A_log.shape)
     return dg, dA_log, None if dt_bias is None or ddt_bias is None else ddt_bias.view(dt_bias.shape)

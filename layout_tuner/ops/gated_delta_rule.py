@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
 
 from .. import layouts, reference, registry, router
 from ..errors import UnsupportedProblemError
@@ -88,7 +89,24 @@ def chunk_gated_delta_rule(
 
     Source: Yang, Kautz, Hatamizadeh 2024, Gated Delta Networks, arXiv:2412.06464, section 3.3.
     """
-    _check_options(g, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel, A_log, dt_bias, cp_context)
+    if is_compiling():
+        from .compiled import traced_chain
+
+        return traced_chain(
+            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, cu_seqlens_cpu, chunk_indices,
+            cp_context, use_gate_in_kernel, A_log, dt_bias, chunk_size,
+        )  # fmt: skip
+    flags = (
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        state_v_first,
+        use_gate_in_kernel,
+    )
+    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    check(tensors, (*flags, chunk_size), scale, cu_seqlens, cu_seqlens_cpu, chunk_indices, cp_context)
     if not use_gate_in_kernel:
         A_log = dt_bias = None
     A_log = None if A_log is None else A_log.reshape(-1)
@@ -100,17 +118,12 @@ def chunk_gated_delta_rule(
         chunk_indices = prepare_chunk_indices(cu_seqlens, chunk_size, cu_seqlens_cpu, q.shape[1])
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     grad = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    options = (
-        output_final_state,
-        use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel,
-        allow_neg_eigval,
-        state_v_first,
-        use_gate_in_kernel,
-        chunk_size,
-        grad,
+    call = _Call(
+        options=(*flags, chunk_size, grad),
+        scale=None if scale is None else float(scale),
+        cu_seqlens=cu_seqlens,
+        chunk_indices=chunk_indices,
     )
-    call = _Call(options=options, scale=scale, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices)
     if grad:
         o, final_state = _Function.apply(call, *tensors)  # type: ignore[no-untyped-call]
         return o, final_state
@@ -118,26 +131,57 @@ def chunk_gated_delta_rule(
     return o, final_state
 
 
-def _check_options(
-    g: Tensor | None,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-    use_gate_in_kernel: bool,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
+def check(
+    tensors: tuple[Tensor | None, ...],
+    options: tuple[bool | int, ...],
+    scale: float | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    chunk_indices: Tensor | None,
     cp_context: object | None,
 ) -> None:
-    """Refuse options that contradict each other, all at once."""
+    """Refuse what no signature tells: arguments of a wrong type and options that contradict each other.
+
+    Args:
+        tensors: As `SPEC` lists them.
+        options: As `SPEC` lists them, without `grad`.
+    """
+    g, A_log = tensors[3], tensors[5]
+    *flags, chunk_size = options
+    _, _, use_beta_sigmoid_in_kernel, allow_neg_eigval, _, use_gate_in_kernel = flags
     faults = []
-    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+    if allow_neg_eigval is True and use_beta_sigmoid_in_kernel is False:
         faults.append("allow_neg_eigval: wanted use_beta_sigmoid_in_kernel with it")
-    if use_gate_in_kernel:
+    if use_gate_in_kernel is True:
         faults += [f"{name}: wanted with use_gate_in_kernel, got None" for name, x in (("g", g), ("A_log", A_log))
                    if x is None]  # fmt: skip
+    if cu_seqlens_cpu is not None and cu_seqlens is None:
+        faults.append("cu_seqlens_cpu: wanted cu_seqlens with it")
+    if cu_seqlens_cpu is not None and not isinstance(cu_seqlens_cpu, Tensor):
+        faults.append(f"cu_seqlens_cpu: wanted a tensor, got {type(cu_seqlens_cpu).__name__}")
+    whole = isinstance(tensors[0], Tensor) and type(chunk_size) is int and (scale is None or type(scale) is float)
+    whole = whole and all(type(flag) is bool for flag in flags)
+    whole = whole and all(x is None or isinstance(x, Tensor) for x in (*tensors, cu_seqlens, chunk_indices))
+    if faults or not whole:
+        flat = [x.reshape(-1) if i in (5, 6) and isinstance(x, Tensor) else x for i, x in enumerate(tensors)]
+        try:
+            registry.check_call(
+                SPEC,
+                registry.Call(
+                    tensors=(*flat, None, None),
+                    options=(*options, False),
+                    scalars=(scale,),
+                    cu_seqlens=cu_seqlens,
+                    chunk_indices=chunk_indices,
+                ),
+            )
+        except (TypeError, ValueError) as error:
+            more = str(error).removeprefix(f"{SPEC.name}: ")
+            raise type(error)(f"{SPEC.name}: " + "; ".join([*faults, more])) from None
     if faults:
-        raise ValueError("chunk_gated_delta_rule: " + "; ".join(faults))
+        raise ValueError(f"{SPEC.name}: " + "; ".join(faults))
     if cp_context is not None:
-        raise UnsupportedProblemError("chunk_gated_delta_rule", ["cp_context: context parallelism is not served"])
+        raise UnsupportedProblemError(SPEC.name, ["cp_context: context parallelism is not served"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,6 +192,11 @@ class _Call:
     scale: float | None
     cu_seqlens: Tensor | None
     chunk_indices: Tensor | None
+
+    def versions(self) -> list[int]:
+        """How often torch wrote to what describes a packed batch; an inference tensor does not count."""
+        packing = (self.cu_seqlens, self.chunk_indices)
+        return [tensor._version for tensor in packing if tensor is not None and not tensor.is_inference()]
 
 
 class Inputs(NamedTuple):
@@ -196,7 +245,9 @@ class Gradients(NamedTuple):
 def _forward(call: _Call, tensors: Sequence[Tensor | None]) -> tuple[tuple[Tensor, Tensor | None], tuple[Chain, Saved]]:
     """Run the forward of what the router chooses; the chosen chain runs the backward too."""
     operands = (*tensors, None, None)
-    found, signature, prepared = router.find(SPEC, operands, call.options, call.cu_seqlens, call.chunk_indices)
+    found, signature, prepared = router.find(
+        SPEC, operands, call.options, (call.scale,), call.cu_seqlens, call.chunk_indices
+    )
 
     def run() -> tuple[tuple[Tensor, Tensor | None], tuple[Chain, Saved]]:
         chain = prepared.launch
@@ -229,7 +280,7 @@ class _Function(torch.autograd.Function):
         with torch.autocast(present(tensors[0]).device.type, enabled=False):
             (o, final_state), (chain, saved) = _forward(call, tensors)
         ctx.save_for_backward(*saved)
-        ctx.chain, ctx.call = chain, call
+        ctx.chain, ctx.call, ctx.versions = chain, call, call.versions()
         ctx.set_materialize_grads(False)
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
         return o, final_state
@@ -242,6 +293,11 @@ class _Function(torch.autograd.Function):
             if do is None:
                 do = torch.zeros_like(saved.v)
             call: _Call = ctx.call
+            if call.versions() != ctx.versions:
+                raise RuntimeError(
+                    f"{SPEC.name}: cu_seqlens or chunk_indices were written to between forward and backward: "
+                    "hand over a copy"
+                )
             gradients = ctx.chain.backward(
                 saved, do, dht, ctx.needs_input_grad[1:], call.scale, call.cu_seqlens, call.chunk_indices
             )

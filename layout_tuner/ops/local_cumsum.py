@@ -42,7 +42,7 @@ def chunk_local_cumsum(
         UnsupportedProblemError: Another chunk size, or CPU tensors outside Triton's interpreter.
     """
     dtype = output_dtype_name(SPEC.name, output_dtype, g)
-    flat = g.flatten(2) if g.dim() == 4 else g  # channels are heads to a sum along time
+    flat = g.flatten(2) if isinstance(g, torch.Tensor) and g.dim() == 4 else g  # channels are heads to a sum along time
     out = router.call(SPEC, (flat,), (chunk_size, reverse, dtype), (scale,), cu_seqlens, chunk_indices)[0]
     assert out is not None
     return out.view(g.shape)
@@ -54,7 +54,7 @@ def output_dtype_name(op: str, output_dtype: torch.dtype | None, like: torch.Ten
     Raises:
         ValueError: Not one that kernels write.
     """
-    name = str(like.dtype if output_dtype is None else output_dtype).removeprefix("torch.")
+    name = str(getattr(like, "dtype", "float32") if output_dtype is None else output_dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise ValueError(f"{op}: output_dtype: wanted one of {', '.join(DTYPES)}, got {name}")
     return name
