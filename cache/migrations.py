@@ -2,12 +2,14 @@
 
 import contextlib
 import functools
+import importlib.metadata
 import logging
 import os
 import random
+import shutil
 import sqlite3
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from sqlalchemy import Connection, insert
@@ -32,7 +34,6 @@ def migrate(
     database: Database,
     found: int,
     wanted: int,
-    steps: Mapping[int, Migration] | None = None,
 ) -> None:
     """Migrates a file on a copy and swaps the copy in. Whatever fails, the old file stays as it was.
 
@@ -43,19 +44,12 @@ def migrate(
         database: The file.
         found: Its schema version.
         wanted: The schema version to reach.
-        steps: Step by the version it starts from; by default `MIGRATIONS`.
 
     Raises:
         StoreError: There is no way from one version to the other, a step failed, or the file is in use.
     """
     path = database.path
-    steps = MIGRATIONS if steps is None else steps
-    if missing := [version for version in range(found, wanted) if version not in steps]:
-        raise StoreError(
-            f"{path} has schema version {found}, this version of layout_tuner writes {wanted}, and no migration "
-            f"starts from version {missing[0]}",
-            Fault.FOREIGN,
-        )
+    require_steps(path, found, wanted)
     database.close()
     copy = path.with_name(f"{path.name}.migrating-{os.getpid()}")
     _remove(copy)
@@ -68,7 +62,7 @@ def migrate(
         _copy(path, copy)
         target = Database(copy, journal="delete")
         for version in range(found, wanted):
-            target.run(functools.partial(_step, steps[version], version + 1), write=True)
+            target.run(functools.partial(step, version=version), write=True)
         if target.run(lambda connection: connection.exec_driver_sql("PRAGMA quick_check").scalar_one()) != "ok":
             raise StoreError(f"{path}: the migrated copy is not sound", Fault.UNAVAILABLE)
         target.close()
@@ -103,12 +97,32 @@ def _copy(path: Path, copy: Path) -> None:
     # Through SQLite, not through the file: closing a second handle of the file would drop the lock that is held on it.
     with contextlib.closing(sqlite3.connect(path)) as source, contextlib.closing(sqlite3.connect(copy)) as target:
         source.backup(target)
+    shutil.copymode(path, copy)
 
 
-def _step(step: Migration, reached: int, connection: Connection) -> None:
-    step(connection)
-    row = {"version": reached, "applied_at": time_text(utc_now()), "product_version": ""}
+def require_steps(place: object, found: int, wanted: int) -> None:
+    """Raises `StoreError` unless there is a way from one version to the other."""
+    if missing := [version for version in range(found, wanted) if version not in MIGRATIONS]:
+        raise StoreError(
+            f"{place} has schema version {found}, this version of layout_tuner writes {wanted}, and no migration "
+            f"starts from version {missing[0]}",
+            Fault.OLDER,
+        )
+
+
+def step(connection: Connection, version: int) -> None:
+    """Migrates from a version to the next, in the transaction that is open."""
+    MIGRATIONS[version](connection)
+    row = {"version": version + 1, "applied_at": time_text(utc_now()), "product_version": product_version()}
     connection.execute(insert(SchemaVersion), row)
+
+
+def product_version() -> str:
+    """The version of this product, as installed."""
+    try:
+        return importlib.metadata.version("layout-tuner")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def _sync(path: Path) -> None:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from sqlalchemy import Connection, insert
@@ -26,14 +25,6 @@ _MAGIC = b"SQLite format 3\0"
 _NAMES = frozenset({".sqlite", ".sqlite3", ".db"})
 
 _TABLES = {table.name: {column.name for column in table.columns} for table in Base.metadata.sorted_tables}
-
-
-def product_version() -> str:
-    """The version of this product, as installed."""
-    try:
-        return version("layout-tuner")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def prepare(database: Database, *, verify: bool = False) -> None:
@@ -67,8 +58,11 @@ def prepare(database: Database, *, verify: bool = False) -> None:
             database.adopt()
             database.run(create, write=True)
         elif found < SCHEMA_VERSION:
+            # Whoever waits for the lock must not hold the file open meanwhile: the one that migrates waits for that.
+            database.close()
             with locked(database.path):
-                migrations.migrate(database, found, SCHEMA_VERSION)
+                if database.run(file_version) == found:
+                    migrations.migrate(database, found, SCHEMA_VERSION)
         else:
             if found > SCHEMA_VERSION:
                 logger.warning("%s; it is read, not written", _newer(database.path, found))
@@ -133,7 +127,11 @@ def create(connection: Connection) -> None:
             return
         connection.exec_driver_sql(f"PRAGMA application_id = {APPLICATION_ID}")
     Base.metadata.create_all(connection)
-    row = {"version": SCHEMA_VERSION, "applied_at": time_text(utc_now()), "product_version": product_version()}
+    row = {
+        "version": SCHEMA_VERSION,
+        "applied_at": time_text(utc_now()),
+        "product_version": migrations.product_version(),
+    }
     connection.execute(insert(SchemaVersion), row)
 
 

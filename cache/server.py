@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from sqlalchemy import Connection, Engine, create_engine, inspect, make_url, select, text
+from sqlalchemy import Connection, Engine, create_engine, func, inspect, make_url, select, text
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.pool import QueuePool
 
 from layout_tuner.errors import CacheError
 
-from . import schema
+from . import migrations, schema
 from .faults import CAUGHT, Fault, StoreError, fault_of, store_error
 from .forking import Forkable
 from .models import SCHEMA_VERSION, SchemaVersion
@@ -135,11 +135,15 @@ class ServerStore(SqlStore):
                 raise StoreError(f"{self._place}: holds no decisions yet, not even their tables", Fault.UNAVAILABLE)
             schema.create(connection)
             return
-        found = (
-            connection.execute(select(SchemaVersion.version).order_by(SchemaVersion.version.desc())).scalars().first()
-        )
-        if found != SCHEMA_VERSION:
+        found = connection.execute(select(func.max(SchemaVersion.version))).scalar_one()
+        if found is not None and found < SCHEMA_VERSION and self._create:
+            migrations.require_steps(self._place, found, SCHEMA_VERSION)
+            # All of them or, where one fails, none: definitions of tables are part of a transaction here.
+            for version in range(found, SCHEMA_VERSION):
+                migrations.step(connection, version)
+            logger.info("%s: migrated from schema version %d to %d", self._place, found, SCHEMA_VERSION)
+        elif found != SCHEMA_VERSION:
             raise StoreError(
                 f"{self._place} has schema version {found}, this version of layout_tuner uses {SCHEMA_VERSION}",
-                Fault.NEWER,
+                Fault.OLDER if found is None or found < SCHEMA_VERSION else Fault.NEWER,
             )

@@ -12,7 +12,6 @@ from sqlalchemy import Connection, insert
 
 from layout_tuner.errors import CacheError
 
-from . import schema
 from .atomic import replacing
 from .bulk import Tally
 from .database import Database
@@ -23,6 +22,7 @@ from .folder import FolderStore, host_files
 from .hosts import this_host
 from .interface import DecisionStore
 from .merge import Conflict, conflicts
+from .migrations import product_version
 from .models import Seal
 from .records import DecisionRecord, KeyRecord, time_text, utc_now
 from .seal import BLANK, SealState, seal, seal_state
@@ -267,7 +267,7 @@ def _finish(path: Path) -> tuple[str, int]:
             "seal": BLANK,
             "sealed_at": time_text(utc_now()),
             "host": this_host(),
-            "product_version": schema.product_version(),
+            "product_version": product_version(),
         }
 
         def blank(connection: Connection) -> int:

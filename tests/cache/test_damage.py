@@ -5,6 +5,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -13,7 +14,7 @@ from layout_tuner.cache.faults import Fault, StoreError
 from layout_tuner.cache.file import Store
 from layout_tuner.cache.guarded import GuardedStore
 from layout_tuner.cache.models import SCHEMA_VERSION
-from layout_tuner.cache.store import open_path, open_store
+from layout_tuner.cache.store import open_existing, open_path, open_store
 
 
 @contextlib.contextmanager
@@ -119,6 +120,7 @@ def older(path, make, opened):
 
 def test_an_older_file_is_migrated(older, make, opened, monkeypatch):
     monkeypatch.setitem(migrations.MIGRATIONS, 0, from_0_to_1)
+    os.chmod(older, 0o640)
     inode = os.stat(older).st_ino
     store = opened(older)
     (stored,) = store.decisions()
@@ -126,9 +128,42 @@ def test_an_older_file_is_migrated(older, make, opened, monkeypatch):
     store.publish(make.decision(T=7), make.environment)
     assert len(list(store.decisions())) == 2
     assert os.stat(older).st_ino != inode
+    assert os.stat(older).st_mode & 0o777 == 0o640
     assert not list(older.parent.glob("*migrating*"))
     with plain(older) as connection:
         assert connection.execute("SELECT version FROM schema_version ORDER BY version").fetchall() == [(0,), (1,)]
+
+
+def test_two_that_open_an_older_file_migrate_it_once(older, opened, monkeypatch):
+    steps = []
+    started = threading.Barrier(2)
+
+    def counted(connection):
+        steps.append(connection)
+        time.sleep(0.2)
+        from_0_to_1(connection)
+
+    def work():
+        started.wait()
+        opened(older)
+
+    monkeypatch.setitem(migrations.MIGRATIONS, 0, counted)
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(steps) == 1
+    assert len(list(opened(older).decisions())) == 1
+
+
+def test_a_look_at_an_older_file_does_not_migrate_it(older, monkeypatch):
+    monkeypatch.setitem(migrations.MIGRATIONS, 0, from_0_to_1)
+    before = older.read_bytes()
+    with pytest.raises(StoreError, match=f"version 0, .* reads {SCHEMA_VERSION}") as caught:
+        open_existing(older)
+    assert caught.value.fault is Fault.OLDER
+    assert older.read_bytes() == before
 
 
 def test_an_older_file_without_a_migration_is_refused_with_both_versions(older):

@@ -1,10 +1,12 @@
 """Layers: evidence first, then the nearer layer."""
 
 import contextlib
+import json
 import os
 from datetime import timedelta
 
 import pytest
+from command import run_here
 from layout_tuner.cache.file import Store
 from layout_tuner.cache.layers import LayeredStore, open_layers
 from layout_tuner.cache.memory import MemoryStore
@@ -206,3 +208,20 @@ def test_misses_of_all_hosts_add_up_by_key(layers, make):
     assert (other.count, other.reason, other.last_seen) == (3, "capture", make.moment + timedelta(hours=1))
     assert [miss.count for miss in layers.missed()] == [50, 10, 3]
     assert {miss.host for miss in layers.misses(make.environment.id)} == {HERE, "there"}
+
+
+def test_show_says_which_layer_each_decision_comes_from(tmp_path, site, make, monkeypatch, capsys):
+    user = tmp_path / "user.sqlite"
+    with contextlib.closing(Store(user)) as store:
+        store.publish(make.decision(candidate="full/g=STRIDE_HV"), make.environment)
+    (tmp_path / "tuner.toml").write_text(f'[cache]\npath = "{user}"\nshared = ["{site}"]\n')
+    monkeypatch.chdir(tmp_path)
+    found = json.loads(run_here(["show", "--layers", "--json"], monkeypatch, capsys).out)["decisions"]
+    assert [(each["layer"], each["source"], each["candidate"], each["used"]) for each in found] == [
+        (f"user: {user}", "measured", "full/g=STRIDE_HV", True),
+        (f"site: {site}", "imported", "full/g=T_CONTIG", False),
+    ]
+    text = run_here(["show", "--layers"], monkeypatch, capsys).out
+    assert "measured, used, user: " in " ".join(text.split())
+    (decision,) = json.loads(run_here(["show", "--json"], monkeypatch, capsys).out)["decisions"]
+    assert decision["candidate"] == "full/g=STRIDE_HV"

@@ -13,19 +13,30 @@ from layout_tuner.cache.evidence import choose
 from layout_tuner.cache.file import Store
 from layout_tuner.cache.memory import MemoryStore
 from layout_tuner.cache.merge import Evidence, conflicts, gather
-from layout_tuner.cache.records import EnvironmentRecord
+from layout_tuner.cache.records import EnvironmentRecord, utc_now
 from layout_tuner.cache.share import merge_files
 
 make = Make()
 
 CANDIDATES = ("block/g=T_CONTIG", "full/g=STRIDE_HV", "full/g=T_CONTIG")
 
+# Ages on both sides of every lifetime, and from a clock that was ahead.
+MOMENTS = [None, make.moment, *(utc_now() - timedelta(days=days) for days in (0.5, 5, -30))]
+
 measurements = st.builds(
-    lambda candidate, state, samples, revision: make.measurement(
-        candidate, state=state, samples=tuple(samples), revision=revision
+    lambda candidate, ended, moment, samples, revision: make.measurement(
+        candidate, state=ended[0], failure=ended[1], measured_at=moment, samples=tuple(samples), revision=revision
     ),
     st.sampled_from(CANDIDATES),
-    st.sampled_from(["ok", "wrong", "failed", "skipped"]),
+    st.sampled_from(
+        [
+            ("ok", ""),
+            ("skipped", ""),
+            ("wrong", "wrong"),
+            *(("failed", each) for each in ("compile", "overflow", "memory", "timeout")),
+        ]
+    ),
+    st.sampled_from(MOMENTS),
     st.lists(st.floats(1.0, 100.0), max_size=3),
     st.sampled_from(["r1", "r2"]),
 )

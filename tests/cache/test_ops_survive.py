@@ -2,17 +2,21 @@
 
 import contextlib
 import dataclasses
-import os
 import random
 import sqlite3
 
 import pytest
 import torch
-from dv_local import arguments, assert_right, dv_local
+from cache_damage import broken, poison
+from dv_local import SPEC, arguments, assert_right, dv_local
 from layout_tuner.cache.file import Store
 from layout_tuner.cache.records import EnvironmentRecord
 
 import layout_tuner
+from layout_tuner import router
+from layout_tuner.decisions import key_of
+
+WINNER = "full/g=T_CONTIG"
 
 
 class Files:
@@ -33,15 +37,16 @@ class Files:
             patched.setattr(Store, "evidence", spying)
             self.call()
         self.key, self.environment = asked[0]
+        revision = next(each.revision for each in SPEC.candidates(key_of(self.key)) if each.id == WINNER)
         sound = path.with_name("sound.sqlite")
         with contextlib.closing(Store(sound)) as store:
-            for revision in ("r1", "r2"):
+            for host in ("one", "two"):
                 store.publish(
                     make.decision(
                         environment=self.environment,
-                        candidate="full/g=T_CONTIG",
+                        candidate=WINNER,
                         revision=revision,
-                        host=revision,
+                        host=host,
                         **dataclasses.asdict(self.key),
                     ),
                     EnvironmentRecord(id=self.environment),
@@ -64,8 +69,8 @@ class Files:
 
 
 @pytest.fixture
-def files(path, device, make):
-    return Files(path, arguments(device), device, make)
+def files(fast_path, device, make):
+    return Files(fast_path / "decisions.sqlite", arguments(device), device, make)
 
 
 HOSTILE = [
@@ -74,6 +79,7 @@ HOSTILE = [
     "UPDATE decisions SET candidate = 'full/g=T_CONTIG; DROP TABLE decisions'",
     "UPDATE decisions SET candidate = '__import__(''os'').abort()'",
     "UPDATE decisions SET candidate = hex(zeroblob(1000000))",
+    "UPDATE decisions SET candidate = hex(zeroblob(3000000))",
     "UPDATE decisions SET candidate = 7, revision = x'ff'",
     "UPDATE decisions SET form = form || ',num_warps=4'",
     "UPDATE measurements SET counts = '{\"num_stages\": 3}'",
@@ -85,28 +91,44 @@ HOSTILE = [
 ]
 
 
+def test_a_sound_file_decides(files):
+    files.spoil(files.sound)
+    with layout_tuner.enable(cache=files.path, on_miss="error"):
+        assert_right(dv_local(files.given), files.given)
+        (choice,) = router.current().choices.values()
+    assert (choice.candidate.id, choice.source) == (WINNER, "measured")
+
+
 @pytest.mark.parametrize("statement", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_rows(files, statement):
     files.spoil(files.sound, statement)
     assert_right(files.call(), files.given)
 
 
-def test_damaged_files(files):
-    random_ = random.Random(5)
+def survive(files, count, random_):
+    """Calls the op over damaged files and says how often the file decided what ran."""
     expected = files.call()
-    for number in range(24):
-        content = bytearray(files.sound)
-        if number % 3 == 0:
-            del content[random_.randrange(len(content)) :]
-        elif number % 3 == 1:
-            for _ in range(20):
-                content[random_.randrange(len(content))] ^= 1 << random_.randrange(8)
-        else:
-            start = random_.randrange(len(content) - 5000)
-            content[start : start + 4096] = os.urandom(4096)
-        files.spoil(bytes(content))
-        assert torch.equal(files.call(), expected)
+    decided = 0
+    for number in range(count):
+        files.spoil(broken(files.sound, random_) if number % 4 else files.sound)
+        if number % 4 == 0:
+            poison(files.path, random_)
+        with layout_tuner.enable(cache=files.path, on_miss="default"):
+            found = dv_local(files.given)
+            decided += any(choice.record is not None for choice in router.current().choices.values())
+        assert torch.equal(found, expected)
     assert_right(expected, files.given)
+    return decided
+
+
+def test_damaged_files(files):
+    assert 0 < survive(files, 24, random.Random(5)) < 24
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", range(8))
+def test_two_thousand_damaged_files(files, part):
+    assert 0 < survive(files, 250, random.Random(f"part {part}")) < 250
 
 
 @pytest.mark.parametrize("name", ["README.md", "decisions.sqlite"])

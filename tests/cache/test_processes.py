@@ -85,3 +85,77 @@ def test_a_kill_while_another_process_waits_lets_it_go_on(path, make, opened):
     assert list(store.decisions()) == [stored]
     killer.wait()
     holder.communicate()
+
+
+# A fork of a process that has everything imported dies within milliseconds of its start: while it makes the file, the
+# tables, a decision, an export, or removes something.
+KILLS = """
+import contextlib, os, random, shutil, signal, sys, time
+from pathlib import Path
+from layout_tuner.cache.file import Store
+from layout_tuner.cache.records import DecisionRecord, EnvironmentRecord, KeyRecord
+from layout_tuner.cache.share import export_file, import_file, open_shared
+
+folder, random_ = Path(sys.argv[1]), random.Random(int(sys.argv[2]))
+
+def decision(number, op="x"):
+    key = KeyRecord(op=op, B=1, T=number, H=1, HV=1, K=1, V=1, varlen=False, dtype="float32", form="")
+    return DecisionRecord(key=key, environment="e", candidate="a" * 100, revision="r", default_candidate="a",
+                          source="measured")
+
+def work(path, say, count):
+    store = Store(path)
+    for number in range(count):
+        store.publish(decision(number), EnvironmentRecord(id="e"))
+        os.write(say, b"%d\\n" % number)
+        if number % 4 == 1:
+            export_file(store, path.with_name("export.sqlite"))
+        if number % 4 == 2:
+            store.publish(decision(number, op="y"), EnvironmentRecord(id="e"))
+            store.prune(op="y")
+        if number % 4 == 3:
+            import_file(store, path.with_name("export.sqlite"))
+
+# Imports what is imported late, and says how long this machine takes for a round of everything.
+(folder / "warm").mkdir()
+unheard = os.open(os.devnull, os.O_WRONLY)
+for _ in range(2):
+    start = time.monotonic()
+    work(folder / "warm" / "d.sqlite", unheard, 9)
+    taken = time.monotonic() - start
+most = 0
+for round_ in range(40):
+    place = folder / str(round_)
+    place.mkdir()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            work(place / "d.sqlite", writing, 1000)
+        finally:
+            os._exit(7)
+    os.close(writing)
+    time.sleep(random_.uniform(0.0, taken))
+    os.kill(child, signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    with os.fdopen(reading) as pipe:
+        acknowledged = {int(line) for line in pipe.read().split("\\n")[:-1]}
+    most = max(most, len(acknowledged))
+    with contextlib.closing(Store(place / "d.sqlite", verify=True)) as store:
+        stored = {record.key.T for record in store.decisions(op="x")}
+        assert acknowledged <= stored, (round_, acknowledged - stored)
+        store.publish(decision(5000), EnvironmentRecord(id="e"))
+    if (place / "export.sqlite").exists():
+        with open_shared(place / "export.sqlite") as export:
+            assert {record.key.T for record in export.decisions(op="x")} <= acknowledged | stored
+    assert not list(place.glob("*damaged*"))
+    shutil.rmtree(place)
+assert most > 1
+"""
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_kill_at_the_first_moments_leaves_a_file_that_works(fast_path, seed):
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", KILLS, str(fast_path), str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr

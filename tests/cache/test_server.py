@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
+from command import run_here
+from layout_tuner.cache import migrations
 from layout_tuner.cache.faults import Fault, StoreError
 from layout_tuner.cache.file import Store
 from layout_tuner.cache.layers import open_layers
@@ -197,6 +199,52 @@ def test_a_server_of_another_schema_is_refused(store, url):
     assert caught.value.fault is Fault.NEWER
 
 
+def test_an_older_server_is_migrated_whole_or_not_at_all(store, url, make, monkeypatch):
+    stored = store.publish(make.decision(), make.environment)
+
+    def older(connection):
+        connection.exec_driver_sql("ALTER TABLE decisions DROP COLUMN version")
+        connection.exec_driver_sql("UPDATE schema_version SET version = 0")
+
+    def step(connection):
+        connection.exec_driver_sql("ALTER TABLE decisions ADD COLUMN version TEXT NOT NULL DEFAULT '0.1.0'")
+        if fails:
+            connection.exec_driver_sql("UPDATE nothing SET x = 1")
+
+    store._database.run(older, write=True)
+    store.close()
+    with pytest.raises(StoreError, match=r"version 0, .* writes 1") as caught:
+        ServerStore(url)
+    assert caught.value.fault is Fault.OLDER
+    monkeypatch.setitem(migrations.MIGRATIONS, 0, step)
+    with pytest.raises(StoreError, match="version 0"):
+        ServerStore(url, create=False)
+    fails = True
+    with pytest.raises(StoreError, match="nothing"):
+        ServerStore(url)
+    fails = False
+    with contextlib.closing(ServerStore(url)) as same:
+        assert list(same.decisions()) == [stored]
+
+
+def test_a_look_at_a_server_makes_no_tables(url, tmp_path, make, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for arguments in (
+        ["cache", "export", "out.sqlite", "--cache", url],
+        ["cache", "prune", "--op", "x", "--cache", url],
+        ["doctor", "--cache", url],
+    ):
+        done = run_here(arguments, monkeypatch, capsys)
+        assert done.status == (1 if arguments[0] == "doctor" else 2)
+        assert "holds no decisions yet" in done.out + done.err
+        assert "secret" not in done.out + done.err
+    with contextlib.closing(ServerStore(url)) as store:
+        store.publish(make.decision(), make.environment)
+    done = run_here(["doctor", "--cache", url], monkeypatch, capsys)
+    assert (done.status, "secret" in done.out) == (0, False)
+    assert "decisions    1" in done.out
+
+
 def layers_of(path, url, clock):
     layers = open_layers(path, url=url)
     layers._server._clock = lambda: clock[0]
@@ -215,6 +263,7 @@ def test_an_outage_in_the_middle_degrades_and_heals(server, url, tmp_path, make,
             kept = layers.publish(make.decision(T=number), make.environment)
             assert layers.lookup(make.key(T=number), make.environment.id) == kept
             assert layers.lookup(make.key(T=number + 100), make.environment.id) is None
+            layers.record_misses([make.miss(T=number + 100)])
         assert time.monotonic() - start < 10
         warnings = [each for each in caplog.records if each.levelname == "WARNING"]
         assert len(warnings) == 1
@@ -226,6 +275,7 @@ def test_an_outage_in_the_middle_degrades_and_heals(server, url, tmp_path, make,
     layers.close()
     with contextlib.closing(ServerStore(url)) as store:
         assert sorted(record.key.T for record in store.decisions()) == list(range(1, 13))
+        assert sorted((miss.key.T, miss.count) for miss in store.misses()) == [(T, 1) for T in range(102, 112)]
 
 
 def test_an_outage_at_the_start_degrades_and_heals(server, url, tmp_path, make):

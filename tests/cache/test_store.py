@@ -171,6 +171,22 @@ def test_failures_last_as_long_as_their_class(make, failure):
     assert believed == [True, lifetime is None]
 
 
+@pytest.mark.parametrize(
+    ("state", "failure", "lives"),
+    [("failed", "compile", True), ("failed", "overflow", True), ("wrong", "wrong", True), ("failed", "memory", False)],
+)
+def test_a_failure_lives_with_the_revision_and_the_environment_of_its_compiler(store, make, state, failure, lives):
+    old = utc_now() - timedelta(days=3650)
+    failed = make.measurement(state=state, failure=failure, samples=(), measured_at=old)
+    store.publish(make.decision(host="one", measurements=(failed,)), make.environment)
+    assert (store.lookup(make.key(), make.environment.id) is None) == lives
+    store.publish(make.decision(host="two", revision="r2", measurements=()), make.environment)
+    assert store.lookup(make.key(), make.environment.id) is not None
+    other = EnvironmentRecord(id="H200-triton3.7")
+    stored = store.publish(make.decision(environment=other.id, measurements=()), other)
+    assert store.lookup(make.key(), other.id) == stored
+
+
 def test_a_failure_dated_in_the_future_expires(make):
     store = MemoryStore()
     failed = make.measurement(state="failed", failure="memory", measured_at=utc_now() + timedelta(days=9999))
