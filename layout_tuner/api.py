@@ -6,14 +6,17 @@ backward. Leaving the scope removes that entry, whatever order scopes end in. Th
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import inspect
 import logging
 import os
+import sys
+import types
 from collections.abc import Callable
 from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 from . import router
 from .config import Config
@@ -54,15 +57,53 @@ class Enabled:
         if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
             raise TypeError(f"enable: cannot decorate {function.__name__}: use the scope inside its body")
 
-        @functools.wraps(function)
-        def routed(*args: P.args, **kwargs: P.kwargs) -> R:
-            ticket = router.push(self._router)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                router.remove(ticket)
+        return Routed(self, function)
 
-        return routed
+    def __reduce__(self) -> tuple[Callable[..., Enabled], tuple[Config, Policy | None]]:
+        """A copy in another process is an entry with the same settings, which routes nothing yet."""
+        return resumed, (self._router.config, self._router.on_miss)
+
+
+class Routed(Generic[P, R]):
+    """A function inside whose calls an entry routes; it is copied and pickled with the object whose method it is.
+
+    Args:
+        entry: The entry.
+        function: What to call.
+    """
+
+    def __init__(self, entry: Enabled, function: Callable[P, R]) -> None:
+        functools.update_wrapper(self, function)
+        self._entry = entry
+        self._function = function
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        ticket = router.push(self._entry._router)
+        try:
+            return self._function(*args, **kwargs)
+        finally:
+            router.remove(ticket)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Callable[..., R]:
+        """Bind as a function does."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Routed[P, R]:
+        return Routed(self._entry, copy.deepcopy(self._function, memo))
+
+    def __reduce__(self) -> str | tuple[type[Routed[P, R]], tuple[Enabled, Callable[P, R]]]:
+        name: str = getattr(self, "__qualname__", "")
+        found: object = sys.modules.get(getattr(self, "__module__", ""))
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        return name if found is self else (Routed, (self._entry, self._function))
+
+
+def resumed(config: Config, on_miss: Policy | None) -> Enabled:
+    """What a pickled entry becomes."""
+    entry = Enabled(Router(config, on_miss=on_miss))
+    router.remove(entry._ticket)
+    return entry
 
 
 def enable(

@@ -1,11 +1,14 @@
 """`torch.compile`, graph capture and checkpointing: the same numbers, and a decision that holds where it was made."""
 
+import contextlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from layout_tuner.cache.layers import open_layers
 from torch.utils.checkpoint import checkpoint
 
 from layout_tuner import registry, router
@@ -283,7 +286,11 @@ def test_gpu_capture_of_a_cold_key_runs_the_default(tmp_path: Path, monkeypatch:
     try:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            dv = chunk_bwd_dv_local(q, k, do, g, chunk_size=16)
+            torch.cuda.set_sync_debug_mode("error")  # and the driver itself refuses to wait while it captures
+            try:
+                dv = chunk_bwd_dv_local(q, k, do, g, chunk_size=16)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(dv, wanted)
@@ -292,3 +299,51 @@ def test_gpu_capture_of_a_cold_key_runs_the_default(tmp_path: Path, monkeypatch:
     finally:
         router.remove(ticket)
         made.close()
+    with contextlib.closing(open_layers(str(tmp_path / "decisions.sqlite"))) as store:
+        assert [miss.key.op for miss in store.misses()] == ["chunk_bwd_dv_local"]
+
+
+def on_gpu(index: int, stream: torch.cuda.Stream | None = None) -> list[torch.Tensor]:
+    """Output and gradients of the chain on a device, on a stream of it that first has something else to do."""
+    device = torch.device("cuda", index)
+    leaves = inputs(device, 200)
+    if stream is None:
+        return [x.cpu() for x in step(chunk_gated_delta_rule, leaves)]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        late = [torch.full_like(x, float("nan")) for x in leaves]
+        torch.cuda._sleep(100_000_000)
+        for x, leaf in zip(late, leaves, strict=True):
+            x.copy_(leaf.detach())
+            x.requires_grad_()
+        found = step(chunk_gated_delta_rule, late)
+        busy = not stream.query()
+        found = [x.cpu() for x in found]
+    assert busy, "the step waited for the device"
+    return found
+
+
+@pytest.mark.gpu
+def test_gpu_chain_runs_on_the_current_stream(chosen: Chosen) -> None:
+    wanted = on_gpu(0)
+    assert same(on_gpu(0, torch.cuda.Stream(0)), wanted)
+
+
+@pytest.mark.gpu
+def test_gpu_chain_in_threads(chosen: Chosen) -> None:
+    wanted = on_gpu(0)
+    streams = [torch.cuda.Stream(0) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(lambda stream: on_gpu(0, stream), streams * 2):
+            assert same(found, wanted)
+
+
+@pytest.mark.gpu
+def test_gpu_chain_on_several_devices(chosen: Chosen) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    wanted = on_gpu(0)
+    for index in (1, 0, 1):
+        assert same(on_gpu(index), wanted)
+        assert torch.cuda.current_device() == 0
+        assert same(on_gpu(index, torch.cuda.Stream(index)), wanted)

@@ -1,16 +1,19 @@
 """From a call to its launch: scopes, hits, misses, policies, and what a failure may not do."""
 
+import copy
 import inspect
 import logging
+import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
+from typing import Any
 
 import numpy
 import pytest
@@ -170,6 +173,67 @@ def test_decorator_enables_inside_the_call_only(config: Config) -> None:
         forward(-1)
     assert not layout_tuner.is_enabled()
     assert len(set(seen)) == 1
+
+
+class Model(torch.nn.Module):
+    """A module that calls an op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+        self.routed: list[bool] = []
+
+    def forward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
+        self.routed.append(layout_tuner.is_enabled())
+        return dv_local(given) * self.scale
+
+
+@layout_tuner.enable(Config(), on_miss="default", fla=False)
+def decorated(given: dict[str, torch.Tensor]) -> tuple[bool, torch.Tensor]:
+    return layout_tuner.is_enabled(), dv_local(given)
+
+
+def pickled(thing: Any) -> Any:
+    return pickle.loads(pickle.dumps(thing))
+
+
+@pytest.mark.parametrize("copied", [pickled, copy.deepcopy, copy.copy], ids=["pickle", "deepcopy", "copy"])
+def test_copies_of_a_module_are_their_own(config: Config, device: torch.device, copied: Callable[[Any], Any]) -> None:
+    given, model = arguments(device), Model().to(device)
+    wanted = model(given)
+    with layout_tuner.enable(config):
+        within = copied(model)
+        assert torch.equal(within(given), wanted)
+    assert within.routed == [False, True]
+    model.forward = layout_tuner.enable(config)(model.forward)
+    other = copied(model)
+    if copied is not copy.copy:  # which copies no method: it is the first model's
+        other.scale.data.fill_(0.0)
+        assert not other(given).any()
+        assert other.routed[-1] is True
+        assert not layout_tuner.is_enabled()
+    assert torch.equal(model(given), wanted)
+    assert model.routed[-1] is True
+
+
+def test_a_decorated_function_is_pickled_by_its_name(device: torch.device) -> None:
+    assert pickled(decorated) is decorated
+    given = arguments(device)
+    routed, dv = decorated(given)
+    assert routed
+    assert_right(dv, given)
+    assert decorated.__name__ == "decorated"
+
+
+def test_a_decorated_method_is_bound(config: Config) -> None:
+    class Kept:
+        @layout_tuner.enable(config)
+        def itself(self) -> tuple[object, bool]:
+            return self, layout_tuner.is_enabled()
+
+    kept = Kept()
+    assert kept.itself() == (kept, True)
+    assert Kept.itself(kept) == (kept, True)
 
 
 def test_every_thread_sees_the_entry(config: Config) -> None:
