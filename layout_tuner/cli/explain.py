@@ -168,7 +168,8 @@ def print_key(key: Key, reports: Sequence[CandidateReport], target: Target) -> N
         out.print(differences)
     for report in reports:
         for line in said(report):
-            out.print(f"{report.candidate}: {line}", markup=False)
+            # Not wrapped: a row for each, whatever reads it.
+            out.print(f"{report.candidate}: {line}", markup=False, soft_wrap=True)
     prediction = predict(reports)
     if prediction is not None:
         out.print(f"predicted: {prediction.candidate}, the fewest work units (counts, not time)\n", markup=False)

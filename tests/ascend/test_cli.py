@@ -1,0 +1,200 @@
+"""`tuner explain` and `tuner warmup --target` with the real compiler; what they say to input that cannot be used."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command import Result, run_here
+from layout_tuner.cache.store import open_store
+from layout_tuner.kernels import tiling
+
+from layout_tuner.ascend.targets import TARGETS
+from layout_tuner.ascend.toolchain import Toolchain
+
+pytestmark = pytest.mark.ascend
+
+OP = "chunk_bwd_dv_local"
+SHAPE = "B=1,T=128,H=1,HV=2,K=64,V=64,dtype=bf16"
+CANDIDATES = ["full/g=STRIDE_HV", "full/g=T_CONTIG", "sub/g=STRIDE_HV", "sub/g=T_CONTIG"]
+
+Tuner = Callable[..., Result]
+
+
+def settings(folder: Path, python: object, timeout_s: float = 120.0) -> Path:
+    """A settings file that says where the compiler is."""
+    file = folder / "tuner.toml"
+    file.write_text(f'[ascend]\npython = "{python}"\nprocesses = 1\ntimeout_s = {timeout_s}\n')
+    return file
+
+
+@pytest.fixture
+def tuner(
+    toolchain: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Tuner:
+    """The command with the toolchain in its settings."""
+    config = settings(tmp_path, toolchain.python)
+
+    def run(*arguments: object) -> Result:
+        return run_here([*arguments, "--config", config], monkeypatch, capsys)
+
+    return run
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Tuner:
+    """The command on a machine where no interpreter has the compiler."""
+    config = settings(tmp_path, tmp_path / "nowhere" / "python")
+
+    def run(*arguments: object) -> Result:
+        result = run_here([*arguments, "--config", config], monkeypatch, capsys)
+        assert (result.status, result.out) == (2, "")
+        return result
+
+    return run
+
+
+def shapes_file(folder: Path, **changes: object) -> Path:
+    row = {"op": OP, "B": 1, "T": 128, "H": 1, "HV": 2, "K": 64, "V": 64, "dtype": "bf16", **changes}
+    file = folder / "shapes.json"
+    file.write_text(json.dumps({"shapes": [row]}))
+    return file
+
+
+@pytest.fixture
+def one_too_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The `full` candidates take tiles that no memory holds; the others are what they are."""
+    tiles = tiling.chunk_bwd_dv_local_tiles
+
+    def wide(variant: str, *sizes: object) -> tuple[int, int, int]:
+        BC, BK, BV = tiles(variant, *sizes)  # type: ignore[arg-type]
+        return (BC, BK, 2048) if variant == "full" else (BC, BK, BV)
+
+    monkeypatch.setattr(tiling, "chunk_bwd_dv_local_tiles", wide)
+
+
+def test_candidates_stand_side_by_side(tuner: Tuner) -> None:
+    result = tuner("explain", "--op", OP, "--shape", SHAPE, "--target", "Ascend910B3")
+    assert result.status == 0, result.err
+    for text in (*CANDIDATES, "UB bytes of 196,608", "bursts under 32 bytes", "triton-ascend 3.2.0"):
+        assert text in result.out
+    # What differs is the gate's loads, and their line is a load of the kernel's.
+    lines = [line for line in result.out.splitlines() if "GM->UB g" in line]
+    assert lines
+    assert all("dv_local.py:" in line for line in lines)
+    assert "predicted: " in result.out
+
+
+def test_the_same_as_json(tuner: Tuner) -> None:
+    result = tuner("explain", "--op", OP, "--shape", SHAPE, "--target", "Ascend910B3", "--json")
+    assert result.status == 0, result.err
+    (key,) = json.loads(result.out)["keys"]
+    found = {each["candidate"]: each for each in key["candidates"]}
+    assert list(found) == CANDIDATES
+    assert all(each["ok"] for each in found.values())
+    assert found["full/g=T_CONTIG"]["totals"]["strided_loads"] == 0
+    assert found["full/g=STRIDE_HV"]["totals"]["strided_loads"] > 0
+    assert any(row["what"] == "GM->UB g: bursts under 32 bytes" for row in key["differences"])
+    assert key["prediction"]["candidate"] in CANDIDATES
+
+
+def test_what_does_not_compile_is_a_row_and_the_rest_goes_on(tuner: Tuner, one_too_wide: None) -> None:
+    result = tuner("explain", "--op", OP, "--shape", SHAPE, "--target", "Ascend910B3")
+    assert result.status == 1
+    failed = [line for line in result.out.splitlines() if "does not compile" in line]
+    assert [line.partition(":")[0] for line in failed] == CANDIDATES[:2]
+    for line in failed:
+        assert "overflow, requires" in line
+        assert "dv_local.py:" in line
+    assert "predicted: sub/" in result.out
+
+
+def test_a_compiler_that_takes_too_long_is_a_row(
+    toolchain: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = settings(tmp_path, toolchain.python, timeout_s=0.01)
+    result = run_here(
+        ["explain", "--op", OP, "--shape", SHAPE, "--target", "Ascend910B3", "--config", config], monkeypatch, capsys
+    )
+    assert result.status == 1
+    assert result.out.count("the compiler did not end in time and was stopped") == len(CANDIDATES)
+
+
+def test_predictions_are_stored_with_what_was_counted(tuner: Tuner, tmp_path: Path) -> None:
+    file = tmp_path / "decisions.sqlite"
+    arguments = ("warmup", "--shapes", shapes_file(tmp_path), "--target", "Ascend910B3", "--cache", file)
+    result = tuner(*arguments)
+    assert result.status == 0, result.err
+    assert "counts, not times" in result.out
+    store = open_store(file)
+    try:
+        (decision,) = store.decisions()
+    finally:
+        store.close()
+    assert (decision.source, decision.environment) == ("predicted", "predicted:Ascend910B3")
+    counted = {measured.candidate: measured for measured in decision.measurements}
+    assert list(counted) == CANDIDATES
+    units = {name: measured.counts["work units"] for name, measured in counted.items()}
+    assert units[decision.candidate] == min(units.values())
+    for measured in counted.values():
+        assert str(measured.counts["compiler"]).startswith("triton-ascend 3.2.0, ")
+        assert measured.counts["bursts"] > 0
+        # No time is ever predicted.
+        assert (measured.end_to_end_us, measured.kernel_us, measured.relayout_us) == (None, None, None)
+        assert not {"us", "ms", "s", "cycles"} & {word for name in measured.counts for word in name.split()}
+
+
+def test_a_prediction_without_one_candidate(tuner: Tuner, tmp_path: Path, one_too_wide: None) -> None:
+    file = tmp_path / "decisions.sqlite"
+    result = tuner("warmup", "--shapes", shapes_file(tmp_path), "--target", "Ascend910B3", "--cache", file, "--json")
+    assert result.status == 1
+    (key,) = json.loads(result.out)["keys"]
+    assert list(key["failed"]) == CANDIDATES[:2]
+    store = open_store(file)
+    try:
+        (decision,) = store.decisions()
+    finally:
+        store.close()
+    assert decision.candidate.startswith("sub/")
+    failures = {measured.candidate: measured.failure for measured in decision.measurements}
+    assert failures == {CANDIDATES[0]: "overflow", CANDIDATES[1]: "overflow", CANDIDATES[2]: "", CANDIDATES[3]: ""}
+
+
+@pytest.mark.parametrize("command", ["explain", "warmup"])
+def test_an_unknown_target_lists_the_known_ones(refused: Tuner, tmp_path: Path, command: str) -> None:
+    what = ("--shape", SHAPE) if command == "explain" else ("--shapes", shapes_file(tmp_path))
+    message = refused(command, *what, "--target", "Ascend910").err
+    assert "unknown Ascend target 'Ascend910'" in message
+    assert all(name in message for name in TARGETS)
+
+
+@pytest.mark.parametrize("command", ["explain", "warmup"])
+def test_a_missing_toolchain_names_the_command(refused: Tuner, tmp_path: Path, command: str) -> None:
+    what = ("--shape", SHAPE) if command == "explain" else ("--shapes", shapes_file(tmp_path))
+    message = refused(command, *what, "--target", "Ascend910B3").err
+    assert "no Ascend toolchain" in message
+    assert "`make ascend` installs it" in message
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ("B=1,T", "'T' is not name=value"),
+        ("B=1,B=2", "B stands twice"),
+        ("B=1,T=many,H=1,HV=2,K=64,V=64,dtype=bf16", "T"),
+        ("B=1,T=128,H=1,HV=2,K=64,V=64,dtype=int7", "int7"),
+        ("B=1,T=128,H=3,HV=2,K=64,V=64,dtype=bf16", "HV"),
+    ],
+)
+def test_shapes_that_cannot_be_used(refused: Tuner, shape: str, message: str) -> None:
+    assert message in refused("explain", "--op", OP, "--shape", shape, "--target", "Ascend910B3").err
+
+
+def test_an_op_that_is_none(refused: Tuner) -> None:
+    message = refused("explain", "--op", "no_such_op", "--shape", SHAPE, "--target", "Ascend910B3").err
+    assert "no_such_op" in message
+    assert OP in message
+
+
+def test_a_target_wants_shapes(refused: Tuner) -> None:
+    assert "--target wants --shapes" in refused("warmup", "--target", "Ascend910B3").err
