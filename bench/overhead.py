@@ -391,29 +391,35 @@ def counted(function: Callable[[], object]) -> tuple[int, int]:
     return len(kernels_run), allocations
 
 
+def measured(rounds: int) -> Iterator[tuple[str, dict[str, float]]]:
+    """Title and numbers of one comparison after the other."""
+    few = max(10, rounds // 5)
+    if torch.cuda.is_available():
+        yield "chunk_bwd_dv_local on a GPU, host us", on_a_gpu(rounds, SHAPE)
+        for shape in (SHAPE, LARGE):
+            title = f"forward and backward of the chain on a GPU, {tuple(shape.values())}, host us"
+            yield title, on_the_chain(few, shape)
+    else:
+        small = {"B": 2, "T": 64, "H": 4, "HV": 8, "K": 16, "V": 16}
+        yield "router, launch stubbed, us", on_the_router(rounds, small)
+        yield "launcher, device stubbed, us", on_the_launcher(rounds, small)
+        yield "chain, device stubbed, us", on_the_chain_stubbed(rounds, small)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    small = {"B": 2, "T": 64, "H": 4, "HV": 8, "K": 16, "V": 16}
     reports: dict[str, dict[str, float]] = {}
-    if torch.cuda.is_available():
-        reports["chunk_bwd_dv_local on a GPU, host us"] = on_a_gpu(options.rounds, SHAPE)
-        for shape in (SHAPE, LARGE):
-            title = f"forward and backward of the chain on a GPU, {tuple(shape.values())}, host us"
-            reports[title] = on_the_chain(max(10, options.rounds // 5), shape)
-    else:
-        reports["router, launch stubbed, us"] = on_the_router(options.rounds, small)
-        reports["launcher, device stubbed, us"] = on_the_launcher(options.rounds, small)
-        reports["chain, device stubbed, us"] = on_the_chain_stubbed(options.rounds, small)
+    for title, report in measured(options.rounds):
+        reports[title] = report
+        if not options.json:
+            print(f"\n{title}", flush=True)
+            for name, number in report.items():
+                print(f"  {name:34s} {number:10.2f}", flush=True)
     if options.json:
         print(json.dumps(reports))
-        return
-    for title, report in reports.items():
-        print(f"\n{title}")
-        for name, number in report.items():
-            print(f"  {name:34s} {number:10.2f}")
 
 
 if __name__ == "__main__":

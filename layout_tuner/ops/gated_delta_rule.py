@@ -8,7 +8,7 @@ T_CONTIG; each stage's kernel variant is the one stored for that stage, else its
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -111,24 +111,30 @@ def chunk_gated_delta_rule(
         A_log = dt_bias = None
     A_log = None if A_log is None else A_log.reshape(-1)
     dt_bias = None if dt_bias is None else dt_bias.reshape(-1)
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
+    kind = q.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if cu_seqlens is not None and cu_seqlens_cpu is not None and chunk_indices is None:
         chunk_indices = prepare_chunk_indices(cu_seqlens, chunk_size, cu_seqlens_cpu, q.shape[1])
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
-    grad = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    call = _Call(
-        options=(*flags, chunk_size, grad),
-        scale=None if scale is None else float(scale),
-        cu_seqlens=cu_seqlens,
-        chunk_indices=chunk_indices,
-    )
+    grad = torch.is_grad_enabled() and wants_grad(tensors)
+    call = _Call((*flags, chunk_size, grad), None if scale is None else float(scale), cu_seqlens, chunk_indices, kind)
     if grad:
         o, final_state = _Function.apply(call, *tensors)  # type: ignore[no-untyped-call]
         return o, final_state
     (o, final_state), _ = _forward(call, tensors)
     return o, final_state
+
+
+def wants_grad(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether any of them requires a gradient."""
+    return True in [tensor is not None and tensor.requires_grad for tensor in tensors]
+
+
+def of_type(things: Sequence[object], kind: type) -> bool:
+    """Whether all are of a type or None."""
+    return False not in [thing is None or isinstance(thing, kind) for thing in things]
 
 
 def check(
@@ -159,9 +165,8 @@ def check(
         faults.append("cu_seqlens_cpu: wanted cu_seqlens with it")
     if cu_seqlens_cpu is not None and not isinstance(cu_seqlens_cpu, Tensor):
         faults.append(f"cu_seqlens_cpu: wanted a tensor, got {type(cu_seqlens_cpu).__name__}")
-    whole = isinstance(tensors[0], Tensor) and type(chunk_size) is int and (scale is None or type(scale) is float)
-    whole = whole and all(type(flag) is bool for flag in flags)
-    whole = whole and all(x is None or isinstance(x, Tensor) for x in (*tensors, cu_seqlens, chunk_indices))
+    whole = tensors[0] is not None and type(chunk_size) is int and {*map(type, flags)} == {bool}
+    whole = whole and of_type((*tensors, cu_seqlens, chunk_indices), Tensor) and of_type((scale,), float)
     if faults or not whole:
         flat = [x.reshape(-1) if i in (5, 6) and isinstance(x, Tensor) else x for i, x in enumerate(tensors)]
         try:
@@ -184,17 +189,19 @@ def check(
         raise UnsupportedProblemError(SPEC.name, ["cp_context: context parallelism is not served"])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Call:
-    """What a call says beside its tensors."""
+class _Call(NamedTuple):
+    """What a call says beside its tensors, and the kind of device they are on."""
 
     options: tuple[bool | int, ...]
     scale: float | None
     cu_seqlens: Tensor | None
     chunk_indices: Tensor | None
+    kind: str
 
     def versions(self) -> list[int]:
         """How often torch wrote to what describes a packed batch; an inference tensor does not count."""
+        if self.cu_seqlens is None:
+            return []
         packing = (self.cu_seqlens, self.chunk_indices)
         return [tensor._version for tensor in packing if tensor is not None and not tensor.is_inference()]
 
@@ -277,7 +284,7 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        with torch.autocast(present(tensors[0]).device.type, enabled=False):
+        with without_autocast(call.kind):
             (o, final_state), (chain, saved) = _forward(call, tensors)
         ctx.save_for_backward(*saved)
         ctx.chain, ctx.call, ctx.versions = chain, call, call.versions()
@@ -286,13 +293,25 @@ class _Function(torch.autograd.Function):
         return o, final_state
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = Saved(*ctx.saved_tensors)
-        with torch.autocast(saved.q.device.type, enabled=False):
+        if torch.is_grad_enabled():
+            return _Function.differentiated_once(ctx, do, dht)
+        return _Function.gradients(ctx, do, dht)
+
+    @staticmethod
+    @once_differentiable
+    def differentiated_once(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients, whose own gradients are refused."""
+        return _Function.gradients(ctx, do, dht)
+
+    @staticmethod
+    def gradients(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of what `forward` took."""
+        call: _Call = ctx.call
+        saved = Saved._make(ctx.saved_tensors)
+        with without_autocast(call.kind):
             if do is None:
                 do = torch.zeros_like(saved.v)
-            call: _Call = ctx.call
             if call.versions() != ctx.versions:
                 raise RuntimeError(
                     f"{SPEC.name}: cu_seqlens or chunk_indices were written to between forward and backward: "
@@ -302,10 +321,15 @@ class _Function(torch.autograd.Function):
                 saved, do, dht, ctx.needs_input_grad[1:], call.scale, call.cu_seqlens, call.chunk_indices
             )
         cast = [
-            None if gradient is None or dtype is None else gradient.to(dtype)
+            gradient if gradient is None or gradient.dtype is dtype else gradient.to(dtype)
             for gradient, dtype in zip(gradients, ctx.dtypes)
         ]
         return (None, *cast)
+
+
+def without_autocast(kind: str) -> AbstractContextManager[object]:
+    """Turns autocast off for a kind of device, where it is on: entering its context takes longer than a launch."""
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def present(tensor: Tensor | None) -> Tensor:
