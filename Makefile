@@ -63,11 +63,11 @@ ascend: .venv-ascend/.installed
 	if [ -n "$$missing" ]; then echo "running compiled kernels on this CPU also needs$$missing:" \
 	  "apt-get install mlir-19-tools llvm-19 clang-19"; fi
 
-## make ascend-test what lowers, counts and runs kernels for Ascend, on a few of them
+## make ascend-test what lowers, counts and runs kernels for Ascend, and half of the gate, every pair of properties in it
 ascend-test: $(INSTALLED) ascend
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) -m "not nightly" tests/ascend
 
-## make ascend-gate every kernel, candidate, form and width on Ascend's compiler; long, and not all of it passes yet
+## make ascend-gate every op, candidate, form, width, dtype and target on Ascend's compiler and natively; long
 ascend-gate: $(INSTALLED) ascend
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) tests/ascend/test_gate.py
 

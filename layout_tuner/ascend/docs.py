@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for spec in specs
             for case in cases_of(spec, gate.key(spec, 64, 64, "bfloat16", False, next(iter(spec.forms.values()))))
         ]
-        everything = [case for spec in specs for case in gate.cases(spec)]
+        everything = [case for spec in specs for part in gate.parts(spec) for case in gate.cases(spec, part)]
         reports = compile_candidates([*standard, *everything], compiler, progress)
         version = compiler.version
     sys.stdout.write(INTRODUCTION.format(version=version, ub=f"{target.ub_bytes:,}", target=target.name))

@@ -54,31 +54,58 @@ def refused(spec: OpSpec, found: Key) -> bool:
     return bool([*registry.common_reasons(spec, found), *spec.unsupported(found)])
 
 
-def widths(spec: OpSpec, target: str = TARGET) -> list[tuple[int, int]]:
-    """The (K, V) in which an op is checked on a target: all on the first, the narrowest on the others."""
-    wanted = WIDTHS if target == TARGET else WIDTHS[:1]
-    return list(dict.fromkeys((found.K, found.V) for found in keys(spec, wanted)))
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Part of the matrix: one op on one target, in one width, dtype and kind of batch.
 
-
-def cases(
-    spec: OpSpec,
-    target: str = TARGET,
-    width: tuple[int, int] | None = None,
-    packed: bool | None = None,
-) -> list[Case]:
-    """Every candidate of an op that is checked on a target.
-
-    Args:
-        spec: The op.
+    Attributes:
+        op: Name of the op.
         target: SoC.
-        width: Only this (K, V), as `widths` gives it.
-        packed: Only packed batches, or only dense ones.
+        K: Head size of q and k; 0 for an op without.
+        V: Head size of v; 0 for an op without.
+        dtype: Of the operands.
+        packed: Packed batches, or dense ones.
     """
-    wanted = WIDTHS if target == TARGET else WIDTHS[:1]
+
+    op: str
+    target: str
+    K: int
+    V: int
+    dtype: str
+    packed: bool
+
+    def __str__(self) -> str:
+        return f"{self.target}-{self.op}-{self.K}-{self.V}-{self.dtype}-{'packed' if self.packed else 'dense'}"
+
+    @property
+    def sampled(self) -> bool:
+        """Part of every check, where the whole matrix would take too long.
+
+        Of the first target half of the parts: with every candidate, every two of width, dtype and kind of batch meet.
+        Of the others one part an op. What has no widths is cheap.
+        """
+        if self.target != TARGET:
+            return (self.dtype, self.packed) == (DTYPES[0], False)
+        if self.K == 0:
+            return True
+        return self.packed == bool(([K for K, _ in WIDTHS].index(self.K) + DTYPES.index(self.dtype)) % 2)
+
+
+def parts(spec: OpSpec, target: str = TARGET) -> list[Part]:
+    """The parts in which an op is checked on a target: all widths on the first, the narrowest on the others."""
+    found = [
+        Part(op=spec.name, target=target, K=each.K, V=each.V, dtype=each.dtype, packed=each.varlen)
+        for each in keys(spec, WIDTHS if target == TARGET else WIDTHS[:1])
+    ]
+    return list(dict.fromkeys(found))
+
+
+def cases(spec: OpSpec, part: Part) -> list[Case]:
+    """Every candidate of a part."""
     return [
         case
-        for found in keys(spec, wanted)
-        if width in (None, (found.K, found.V)) and packed in (None, found.varlen)
+        for found in keys(spec, [(part.K, part.V)])
+        if (found.dtype, found.varlen) == (part.dtype, part.packed)
         for case in cases_of(spec, found)
     ]
 
@@ -142,4 +169,4 @@ def rows(found: Sequence[Case], reports: Sequence[CandidateReport]) -> list[Row]
     ]
 
 
-__all__ = ["Row", "cases", "complaints", "contiguous", "key", "keys", "refused", "rows", "widths"]
+__all__ = ["Part", "Row", "cases", "complaints", "contiguous", "key", "keys", "parts", "refused", "rows"]

@@ -183,6 +183,9 @@ class Walk:
         name = operation.name
         handler = self._handlers.get(name)
         if handler is not None:
+            place = _VIEW_AT.get(name, 0 if name in _MEMORY and operation.operands else None)
+            if place is not None and operands[place] is None:
+                operands[place] = _unknown_view(operation.operands[place])
             return handler(operation, operands)
         dialect, _, rest = name.partition(".")
         if dialect in ("arith", "llvm"):
@@ -343,6 +346,16 @@ def _wrap(value: Any, type_: str) -> Any:
 
 
 # --- Memory. ---
+
+
+# Which operand of an operation is a region of memory, where that is not the first.
+_VIEW_AT: Final = {"memref.load": 0, "memref.store": 1}
+
+
+def _unknown_view(value: Value) -> View | None:
+    """A region of which only the type is known: what an operation gave that is not followed."""
+    memref = MemRef.parse(value.type)
+    return memref and View("", memref.space, None, memref.shape, memref.strides, memref.bits)
 
 
 def _filled(static: Sequence[int], dynamic: Iterator[Any]) -> tuple[int | None, ...]:

@@ -224,3 +224,15 @@ def test_arithmetic_wraps_and_truncates() -> None:
 )
 def test_bursts(sizes: tuple[int, ...], strides: tuple[int, ...], bits: int, wanted: tuple[int, int, str]) -> None:
     assert bursts_of(sizes, strides, bits) == wanted
+
+
+def test_memory_that_no_followed_operation_gave() -> None:
+    counted = facts(
+        f"""
+        %m = "some.operation"() : () -> memref<4xf32, {GM}>
+        %e = "memref.load"(%m, %c0) : (memref<4xf32, {GM}>, index) -> f32 loc("k.py":5:0)
+        "memref.store"(%e, %m, %c0) : (f32, memref<4xf32, {GM}>, index) -> () loc("k.py":6:0)
+        %part = "memref.collapse_shape"(%m) <{{reassociation = [[0]]}}> : (memref<4xf32, {GM}>) -> memref<4xf32, {GM}>
+        """
+    )
+    assert [(load.count, load.source) for load in counted.scalar_loads] == [(1, "k.py:5")]

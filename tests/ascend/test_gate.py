@@ -1,4 +1,8 @@
-"""The gate: every op x candidate x form x width x dtype, dense and packed, on Ascend's compiler and natively."""
+"""The gate: every op x candidate x form x width x dtype, dense and packed, on Ascend's compiler and natively.
+
+The whole matrix takes longer than a check may: half of it, chosen so that every two properties meet, runs always, the
+rest is marked nightly and is part of `make ascend-gate`.
+"""
 
 from collections.abc import Callable
 
@@ -13,69 +17,71 @@ from layout_tuner.ascend.execution import NativeRunner
 from layout_tuner.experiment import Experiment
 from layout_tuner.keys import Key
 
-pytestmark = [pytest.mark.ascend, pytest.mark.nightly]
+pytestmark = pytest.mark.ascend
 
 assert ops, "importing the ops registers them"
 OPS = registry.names()
 
 
-def check(cases: list[Case], compiler: Compiler) -> None:
-    rows = gate.rows(cases, compile_candidates(cases, compiler))
-    wrong = [f"{row.report.candidate} {row.case.key}: {text}" for row in rows for text in row.complaints]
-    assert not wrong, "\n".join([f"{len(wrong)} complaints:", *wrong])
-
-
-def batches(target: str) -> list[object]:
-    """Op, width and kind of batch: the parts that the matrix is checked in."""
+def parts(*targets: str) -> list[object]:
+    """The matrix in parts, those that are not sampled for the nightly run only."""
     return [
-        pytest.param(op, width, packed, id=f"{op}-{width[0]}-{width[1]}-{'packed' if packed else 'dense'}")
+        pytest.param(part, id=str(part), marks=() if part.sampled else pytest.mark.nightly)
+        for target in targets
         for op in OPS
-        for width in gate.widths(registry.lookup(op), target)
-        for packed in (False, True)
-        if gate.cases(registry.lookup(op), target, width, packed)
+        for part in gate.parts(registry.lookup(op), target)
     ]
 
 
-@pytest.mark.parametrize(("op", "width", "packed"), batches(gate.TARGET))
-def test_every_candidate_compiles_within_its_means(
-    op: str, width: tuple[int, int], packed: bool, compiler: Compiler
-) -> None:
-    check(gate.cases(registry.lookup(op), gate.TARGET, width, packed), compiler)
+@pytest.mark.parametrize("part", parts(gate.TARGET, *gate.OTHER_TARGETS))
+def test_every_candidate_compiles_within_its_means(part: gate.Part, compiler_for: Callable[[str], Compiler]) -> None:
+    cases = gate.cases(registry.lookup(part.op), part)
+    rows = gate.rows(cases, compile_candidates(cases, compiler_for(part.target)))
+    wrong = [f"{row.report.candidate} {row.case.key.form}: {text}" for row in rows for text in row.complaints]
+    assert not wrong, "\n".join([f"{len(wrong)} complaints:", *wrong])
 
 
-@pytest.mark.parametrize("target", gate.OTHER_TARGETS)
-@pytest.mark.parametrize(("op", "width", "packed"), batches(gate.OTHER_TARGETS[0]))
-def test_other_targets(
-    op: str, width: tuple[int, int], packed: bool, target: str, compiler_for: Callable[[str], Compiler]
-) -> None:
-    check(gate.cases(registry.lookup(op), target, width, packed), compiler_for(target))
+def test_the_sample_pairs_everything() -> None:
+    for op in OPS:
+        every = [part for part in gate.parts(registry.lookup(op)) if part.K]
+        sampled = [part for part in every if part.sampled]
+        for pair in (("K", "dtype"), ("K", "packed"), ("dtype", "packed")):
+            meetings = [{tuple(getattr(part, name) for name in pair) for part in listed} for listed in (every, sampled)]
+            assert meetings[0] == meetings[1], (op, pair)
+    for target in gate.OTHER_TARGETS:
+        assert {part.op for op in OPS for part in gate.parts(registry.lookup(op), target) if part.sampled} == set(OPS)
 
 
-def execution_cases(op: str) -> list[tuple[Key, list[Case]]]:
-    """Keys with the candidates to run: the standard form in every direction, the other forms T-contiguous only.
+def execution_cases(op: str) -> list[object]:
+    """Keys with the candidates to run: the standard form in every direction, the other forms one candidate a variant.
 
     A kernel is not specialised on T, so the long sequences cost a run and no build.
     """
     spec = registry.lookup(op)
     first, *others = dict.fromkeys((*spec.forms.values(), *spec.more_forms))
-    found = [
-        gate.key(spec, 64, 64, dtype, packed, first, T)
-        for packed in (False, True)
-        for dtype, T in (("bfloat16", 200), ("float32", 200), ("bfloat16", 2048))
+    sampled = [
+        gate.key(spec, 64, 64, "bfloat16", False, first, T=2048),
+        gate.key(spec, 64, 64, "bfloat16", False, first, T=200),
+        gate.key(spec, 64, 64, "float32", True, first, T=200),
     ]
-    found += [gate.key(spec, 192, 128, "bfloat16", True, first, T=150)]
-    found += [gate.key(spec, 256, 256, "float32", False, first, T=128)]
-    cases = {key: cases_of(spec, key) for key in found}
+    more = [
+        gate.key(spec, 64, 64, "bfloat16", True, first, T=2048),
+        gate.key(spec, 64, 64, "float32", False, first, T=2048),
+        gate.key(spec, 192, 128, "bfloat16", True, first, T=150),
+        gate.key(spec, 256, 256, "float32", False, first, T=128),
+    ]
+    cases = {key: cases_of(spec, key) for key in (*sampled, *more)}
     for form in others:
         key = gate.key(spec, 48, 80, "float32", False, form, T=100)
         cases[key] = list({case.candidate.variant: case for case in cases_of(spec, key)}.values())
-    return [(key, listed) for key, listed in cases.items() if not gate.refused(spec, key)]
+    return [
+        pytest.param(key, listed, id=str(key).replace(" ", "-"), marks=() if key in sampled else pytest.mark.nightly)
+        for key, listed in cases.items()
+        if not gate.refused(spec, key)
+    ]
 
 
-@pytest.mark.parametrize(
-    ("key", "cases"),
-    [pytest.param(*pair, id=str(pair[0]).replace(" ", "-")) for op in OPS for pair in execution_cases(op)],
-)
+@pytest.mark.parametrize(("key", "cases"), [each for op in OPS for each in execution_cases(op)])
 def test_every_candidate_computes_what_the_oracle_does(key: Key, cases: list[Case], runner: NativeRunner) -> None:
     spec = registry.lookup(key.op)
     experiment = Experiment(spec, key, torch.device("cpu"))
