@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 from pathlib import Path
 
 import platformdirs
@@ -24,6 +25,9 @@ __all__ = [
     "require_existing",
     "require_place",
 ]
+
+# A path keeps one of a URL's slashes.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +100,10 @@ def require_place(path: Path) -> None:
 
     For commands: a path that cannot be written for another reason leaves them in memory, as it does a job.
     """
+    if _URL.match(str(path)):
+        raise StoreError(
+            "--cache: a file is wanted; a server is named by [cache] url in the settings", Fault.UNAVAILABLE
+        )
     if not path.is_file() or not path.stat().st_size:
         return
     try:

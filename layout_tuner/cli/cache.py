@@ -56,6 +56,7 @@ def export(
     if (out is None) == (pin is None):
         raise typer.BadParameter("name one file: OUT, or --pin FILE")
     with _existing(cache, config) as store:
+        _require_decisions(store, environment, op)
         if pin is not None:
             chosen = [
                 record
@@ -266,6 +267,25 @@ def _store(
     if existing:
         open_existing(path).close()
     return closing(open_path(path))
+
+
+def _require_decisions(store: Store | FolderStore | ServerStore, environment: str | None, op: str | None) -> None:
+    """Raises `CacheError` where nothing is to be exported: a typo must not replace an export by an empty one."""
+    from layout_tuner.errors import CacheError
+
+    if next(store.decisions(environment=environment, op=op), None) is not None:
+        return
+    stored = {(record.environment, record.key.op) for record in store.decisions()}
+    if not stored:
+        raise CacheError(f"{store.name}: holds no decisions")
+    wanted = " and ".join(
+        f"{name} {value!r}" for name, value in (("environment", environment), ("op", op)) if value is not None
+    )
+    there = "; ".join(
+        f"{place!r}: {', '.join(sorted(op for where, op in stored if where == place))}"
+        for place in sorted({where for where, _ in stored})
+    )
+    raise CacheError(f"{store.name}: no decisions of {wanted}; there are, by environment, {there}")
 
 
 def _age(text: str) -> timedelta:

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .cache import CacheOption
 from .common import console, print_json
 
 if TYPE_CHECKING:
-    from layout_tuner.cache.layers import Resolution
+    from layout_tuner.cache.layers import LayeredStore, Resolution
 
 
 def show(
-    cache: Annotated[Path | None, typer.Option(help="File of decisions; default: the user's cache folder.")] = None,
+    cache: CacheOption = None,
     op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
     environment: Annotated[str | None, typer.Option(help="Only this environment.")] = None,
     config: Annotated[Path | None, typer.Option(help="Settings; default: tuner.toml here, if any.")] = None,
@@ -22,22 +23,9 @@ def show(
     json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
     """List what is stored: every decision with its candidates' times."""
-    from layout_tuner.cache.layers import open_layers
-    from layout_tuner.cache.store import require_existing
-    from layout_tuner.config import Config
-
     from .decisions import decision_json, decision_table
 
-    settings = Config.load(config)
-    if cache is not None:
-        require_existing(cache.expanduser())
-    store = open_layers(
-        cache or settings.cache.path or None,
-        shared=settings.cache.shared,
-        url=settings.cache.url or None,
-        pin=settings.tuning.pin or None,
-        read_only=True,
-    )
+    store = _layers(cache, config)
     found = [each for each in store.resolutions(environment=environment, op=op) if layers or each.used]
     store.close()
     if json:
@@ -55,6 +43,29 @@ def show(
         here = [each for each in found if each.record.environment == place]
         out.print(decision_table([(each.record, word(each, layers)) for each in here]))
     out.print(f"{len(found)} decisions in {store.name}", markup=False)
+
+
+def _layers(cache: str | None, config: Path | None) -> LayeredStore:
+    """The layers that settings name, for reading, or a server alone where its URL was typed in."""
+    from layout_tuner.cache.layers import LayeredStore, open_layers
+    from layout_tuner.cache.memory import MemoryStore
+    from layout_tuner.cache.server import ServerStore
+    from layout_tuner.cache.store import require_existing
+    from layout_tuner.config import Config
+
+    settings = Config.load(config)
+    if cache is not None:
+        if "://" in cache:
+            server = ServerStore(cache, create=False)
+            return LayeredStore(MemoryStore(name=server.name), server=server)
+        require_existing(Path(cache).expanduser())
+    return open_layers(
+        cache or settings.cache.path or None,
+        shared=settings.cache.shared,
+        url=settings.cache.url or None,
+        pin=settings.tuning.pin or None,
+        read_only=True,
+    )
 
 
 def word(resolution: Resolution, layers: bool) -> str:

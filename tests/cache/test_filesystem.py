@@ -1,9 +1,13 @@
 """File systems: which are local, and one file per host where they are not."""
 
 import contextlib
+import json
 import logging
 import os
+import shutil
 import sqlite3
+import subprocess
+import sys
 
 import pytest
 from layout_tuner.cache import filesystem
@@ -178,3 +182,68 @@ def test_trouble_of_network_file_systems_never_reaches_an_op(path, make, monkeyp
     store.close()
     with contextlib.closing(Store(path)) as again:
         assert len(list(again.decisions())) == 6
+
+
+SHIM = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <sys/vfs.h>
+int statfs(const char *path, struct statfs *answer) {
+    int (*real)(const char *, struct statfs *) = (int (*)(const char *, struct statfs *))dlsym(RTLD_NEXT, "statfs");
+    int code = real(path, answer);
+    answer->f_type = 0x6969;
+    return code;
+}
+"""
+
+HOST = """
+import logging, sys
+from pathlib import Path
+import layout_tuner.cache.hosts as hosts
+hosts._IDENTITIES = host_id = (Path(sys.argv[2]),)
+name = hosts.host_id("node.cluster", host_id)
+hosts.this_host.cache_clear()
+for module in ("folder", "memory", "sql", "layers", "share"):
+    __import__(f"layout_tuner.cache.{module}")
+    setattr(sys.modules[f"layout_tuner.cache.{module}"], "this_host", lambda: name)
+logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+from layout_tuner.cache.layers import open_layers
+from layout_tuner.cache.records import DecisionRecord, EnvironmentRecord, KeyRecord
+layers = open_layers(sys.argv[1])
+for number in range(10):
+    key = KeyRecord(op="x", B=int(sys.argv[3]), T=number, H=1, HV=1, K=1, V=1, varlen=False, dtype="float32", form="")
+    layers.publish(DecisionRecord(key=key, environment="e", candidate="a", revision="r", default_candidate="a",
+                                  source="measured"), EnvironmentRecord(id="e"))
+    assert layers.lookup(key, "e") is not None
+layers.close()
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_hosts_of_one_name_share_a_folder_that_statfs_calls_nfs(tmp_path, path):
+    (tmp_path / "shim.c").write_text(SHIM)
+    shim = tmp_path / "shim.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", shim, tmp_path / "shim.c", "-ldl"], check=True)
+    environment = {**os.environ, "LD_PRELOAD": str(shim)}
+    hosts = []
+    for number in range(2):
+        identity = tmp_path / f"machine-id-{number}"
+        identity.write_text(f"{number:032x}\n")
+        command = [sys.executable, "-c", HOST, str(path), str(identity), str(number)]
+        # Two processes of each host at once.
+        hosts += [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [host.communicate(timeout=120)[1] for host in hosts]
+    assert [host.returncode for host in hosts] == [0] * 4, said
+    assert [each.count("network file system (nfs)") for each in said] == [1] * 4
+    assert "WARNING" not in "".join(said)
+    assert len(host_files(path)) == 2
+    assert not path.exists()
+    assert not list(tmp_path.glob("*-wal"))
+    shown = subprocess.run(
+        [sys.executable, "-c", "from layout_tuner.cli import main; main()", "show", "--json", "--cache", path],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert len(json.loads(shown.stdout)["decisions"]) == 20

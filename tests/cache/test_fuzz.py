@@ -1,10 +1,13 @@
 """Two thousand damaged files: none of them stops a job, and nothing unsound comes out of them."""
 
+import ast
 import contextlib
 import random
+from pathlib import Path
 
 import pytest
 from cache_damage import broken, poison
+from layout_tuner.cache import schema
 from layout_tuner.cache.layers import open_layers
 from layout_tuner.cache.records import DecisionRecord
 from layout_tuner.cache.share import export_file, import_file
@@ -103,3 +106,19 @@ def test_damaged_site_files_leave_the_layers_working(fast_path, sound, make):
         kept = layers.publish(make.decision(T=5), make.environment)
         assert layers.lookup(make.key(T=5), make.environment.id) == kept
         layers.close()
+
+
+def test_nothing_in_the_cache_evaluates_what_it_reads():
+    names, attributes, modules = set(), set(), set()
+    for file in Path(schema.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Name):
+                names.add(node.id)
+            elif isinstance(node, ast.Attribute):
+                attributes.add(node.attr)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                modules |= {alias.name for alias in node.names} | {getattr(node, "module", None)}
+    assert {"sqlite3", "logging"} <= modules
+    assert not {"eval", "exec", "compile", "__import__", "globals"} & names
+    assert not {"import_module", "load_extension", "enable_load_extension"} & attributes
+    assert not {"pickle", "marshal", "shelve", "dill", "yaml"} & modules

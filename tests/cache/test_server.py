@@ -233,6 +233,7 @@ def test_a_look_at_a_server_makes_no_tables(url, tmp_path, make, monkeypatch, ca
         ["cache", "export", "out.sqlite", "--cache", url],
         ["cache", "prune", "--op", "x", "--cache", url],
         ["doctor", "--cache", url],
+        ["show", "--cache", url],
     ):
         done = run_here(arguments, monkeypatch, capsys)
         assert done.status == (1 if arguments[0] == "doctor" else 2)
@@ -243,6 +244,9 @@ def test_a_look_at_a_server_makes_no_tables(url, tmp_path, make, monkeypatch, ca
     done = run_here(["doctor", "--cache", url], monkeypatch, capsys)
     assert (done.status, "secret" in done.out) == (0, False)
     assert "decisions    1" in done.out
+    shown = run_here(["show", "--layers", "--cache", url], monkeypatch, capsys)
+    assert "1 decisions in postgresql+psycopg://postgres:***@" in shown.out
+    assert "secret" not in shown.out
 
 
 def layers_of(path, url, clock):
