@@ -1,7 +1,9 @@
 """What a hit does not do: files, environment, locks, logs; what never compiles, is looked up or keyed again."""
 
+import importlib
 import logging
 import os
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -11,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import layout_tuner.kernels
 import pytest
 import torch
 import triton
@@ -19,7 +22,7 @@ from launches import Triton, compilable, stubbed
 from layout_tuner.cache.store import Store
 from layout_tuner.kernels import dv_local as kernels
 
-import layout_tuner.ops  # noqa: F401  registers every op
+import layout_tuner.ops
 from layout_tuner import device as devices
 from layout_tuner import fitting, layouts, registry, router
 from layout_tuner.config import Config
@@ -318,8 +321,11 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Triton]:
     if triton.__version__.rpartition(".")[0] != "3.6" or torch.cuda.is_available():
         pytest.skip("stands on Triton 3.6 and on no GPU")
     monkeypatch.setattr(devices, "require_running", lambda *_: None)
-    for name in ("chunk_bwd_dv_local_full", "chunk_bwd_dv_local_sub"):
-        monkeypatch.setattr(kernels, name, compilable(getattr(kernels, name)))
+    for info in pkgutil.iter_modules(layout_tuner.kernels.__path__):
+        module = importlib.import_module(f"layout_tuner.kernels.{info.name}")
+        for name, kernel in list(vars(module).items()):
+            if devices.interpreted(kernel):
+                monkeypatch.setattr(module, name, compilable(kernel))
     with stubbed() as made:
         yield made
 
@@ -348,6 +354,52 @@ def test_a_thousand_lengths_make_a_key_a_bucket_and_compile_nothing_new(
         before = len(enabled.prepared)
         dv_local(packed(T, generator))
         assert len(enabled.prepared) == before
+
+
+def chain(T: int, starts: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """A step of the chain; its gradients."""
+    leaves = [torch.zeros(1, T, *shape, requires_grad=True) for shape in ((1, 16), (1, 16), (2, 16), (2,), (2,))]
+    o, _ = layout_tuner.ops.chunk_gated_delta_rule(*leaves, cu_seqlens=starts, chunk_size=16)
+    return list(torch.autograd.grad(o, leaves, torch.zeros(o.shape)))
+
+
+def test_a_step_of_the_chain_is_looked_up_once(
+    enabled: Router, on_triton: Triton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(3):
+        chain(40)
+    looked_up: list[str] = []
+    for name in ("find", "call"):
+        found = getattr(router, name)
+        monkeypatch.setattr(
+            router, name, lambda spec, *given, found=found: looked_up.append(spec.name) or found(spec, *given)
+        )
+    for name in ("lookup", "run", "resolve", "choose", "stored_variant"):
+        monkeypatch.setattr(enabled, name, lambda *_: pytest.fail("missed"))
+    compiles = len(on_triton.compiles)
+    on_triton.launches.clear()
+    chain(40)
+    assert looked_up == ["chunk_gated_delta_rule"]
+    assert len(on_triton.compiles) == compiles
+    assert not any(launch.triton for launch in on_triton.launches)
+    assert len(on_triton.launches) <= 13
+
+
+def test_a_thousand_lengths_of_the_chain(enabled: Router, on_triton: Triton, monkeypatch: pytest.MonkeyPatch) -> None:
+    lookups: list[object] = []
+    stored = Store.lookup
+    monkeypatch.setattr(Store, "lookup", lambda *asked: lookups.append(asked[1]) or stored(*asked))
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randperm(2000, generator=generator)[:1000].add(2).tolist()
+    compiles = {}
+    for T in lengths:
+        chain(T, packed(T, generator)["cu_seqlens"])
+        compiles.setdefault(bucket(T, enabled.config.keys.bucket), len(on_triton.compiles))
+    assert sorted(compiles, key=compiles.get)[0] == bucket(lengths[0], enabled.config.keys.bucket)
+    assert len(on_triton.compiles) == len(set(on_triton.compiles)) == next(iter(compiles.values()))
+    assert {key.op for key, _ in enabled.choices} == {"chunk_gated_delta_rule"}
+    assert len(enabled.choices) <= len(compiles)
+    assert len(lookups) == len(set(lookups))
 
 
 def test_an_op_made_of_others_asks_once_a_bucket(enabled: Router, monkeypatch: pytest.MonkeyPatch) -> None:
