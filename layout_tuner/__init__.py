@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .api import enable as enable
     from .api import is_enabled as is_enabled
     from .config import Config as Config
+    from .counters import stats as stats
     from .errors import (
         CacheError as CacheError,
     )
@@ -28,11 +29,15 @@ if TYPE_CHECKING:
         LayoutTunerError as LayoutTunerError,
     )
     from .errors import (
+        TooLittleMemoryError as TooLittleMemoryError,
+    )
+    from .errors import (
         TuningError as TuningError,
     )
     from .errors import (
         UnsupportedProblemError as UnsupportedProblemError,
     )
+    from .explanation import explain as explain
     from .warming import warmup as warmup
 
 __version__ = "0.1.0"
@@ -41,12 +46,15 @@ _HOMES = {
     "enable": "api",
     "disable": "api",
     "is_enabled": "api",
+    "explain": "explanation",
+    "stats": "counters",
     "warmup": "warming",
     "Config": "config",
     "LayoutTunerError": "errors",
     "ConfigError": "errors",
     "UnsupportedProblemError": "errors",
     "CacheError": "errors",
+    "TooLittleMemoryError": "errors",
     "TuningError": "errors",
 }
 

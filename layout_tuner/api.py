@@ -19,8 +19,9 @@ from types import TracebackType
 from typing import Generic, ParamSpec, TypeVar
 
 from . import router
-from .config import Config
+from .config import Config, disabled, forced
 from .errors import ConfigError
+from .forcing import Forced, parse
 from .router import Policy, Router
 
 log = logging.getLogger(__name__)
@@ -30,20 +31,23 @@ R = TypeVar("R")
 
 
 class Enabled:
-    """An entry that `enable` pushed: a scope, or a decorator."""
+    """An entry that `enable` pushed: a scope, or a decorator; without a router it routes nothing."""
 
-    def __init__(self, made: Router) -> None:
+    def __init__(self, made: Router | None) -> None:
         self._router = made
-        self._ticket = router.push(made)
+        self._ticket = router.push(made) if made is not None else None
 
     def __enter__(self) -> Enabled:
-        if not router.holds(self._ticket):  # left before, or a decorator: entering it again routes again
+        # Left before, or a decorator: entering it again routes again.
+        if self._router is not None and not router.holds(self._ticket):
             self._ticket = router.push(self._router)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._router is None:
+            return
         router.remove(self._ticket)
         self._router.close()  # it opens again where it is still used, as in a backward outside the scope
 
@@ -59,9 +63,10 @@ class Enabled:
 
         return Routed(self, function)
 
-    def __reduce__(self) -> tuple[Callable[..., Enabled], tuple[Config, Policy | None]]:
+    def __reduce__(self) -> tuple[Callable[..., Enabled], tuple[Config | None, Policy | None]]:
         """A copy in another process is an entry with the same settings, which routes nothing yet."""
-        return resumed, (self._router.config, self._router.on_miss)
+        made = self._router
+        return resumed, (None if made is None else made.config, None if made is None else made.on_miss)
 
 
 class Routed(Generic[P, R]):
@@ -78,7 +83,10 @@ class Routed(Generic[P, R]):
         self._function = function
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        ticket = router.push(self._entry._router)
+        made = self._entry._router
+        if made is None:
+            return self._function(*args, **kwargs)
+        ticket = router.push(made)
         try:
             return self._function(*args, **kwargs)
         finally:
@@ -99,9 +107,9 @@ class Routed(Generic[P, R]):
         return name if found is self else (Routed, (self._entry, self._function))
 
 
-def resumed(config: Config, on_miss: Policy | None) -> Enabled:
+def resumed(config: Config | None, on_miss: Policy | None) -> Enabled:
     """What a pickled entry becomes."""
-    entry = Enabled(Router(config, on_miss=on_miss))
+    entry = Enabled(None if config is None else Router(config, on_miss=on_miss, forced=forced_candidates()))
     router.remove(entry._ticket)
     return entry
 
@@ -123,7 +131,11 @@ def enable(
         cache: File of decisions; None takes the settings' one, else the user's cache folder.
         on_miss: `tune`, `default` or `error`; None follows the settings, which by default tune on an accelerator in
             a single process and run the default candidate elsewhere.
-        fla: Also take over calls of flash-linear-attention, where it is installed; imported before or after.
+        fla: Also take over calls of flash-linear-attention, where it is installed and `[routing] fla` is set; imported
+            before or after.
+
+    `LAYOUT_TUNER_FORCE="op=candidate;..."` forces candidates and `LAYOUT_TUNER_DISABLE=1` makes this do nothing, both
+    for debugging; they are read here, once for each entry.
 
     Returns:
         The entry: a context manager and a decorator.
@@ -137,10 +149,25 @@ def enable(
     if cache is not None:
         section = settings.cache.model_copy(update={"path": os.fspath(cache)})
         settings = settings.model_copy(update={"cache": section})
-    made = Router(settings, on_miss=on_miss)
-    if fla:
+    wanted = forced_candidates()
+    if disabled():
+        log.warning("LAYOUT_TUNER_DISABLE=1: nothing is routed, the default candidates run")
+        return Enabled(None)
+    made = Router(settings, on_miss=on_miss, forced=wanted)
+    if fla and settings.routing.fla:
         take_over(made)
     return Enabled(made)
+
+
+def forced_candidates() -> dict[str, Forced]:
+    """What the environment forces; the ops are imported to know their candidates where it forces something."""
+    text = forced()
+    if not text:
+        return {}
+    importlib.import_module(".ops", __package__)
+    found = parse(text)
+    log.warning("LAYOUT_TUNER_FORCE: %s, whatever was measured", text)
+    return found
 
 
 def take_over(made: Router) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from .errors import REFUSAL, REFUSED, ConfigError
 
@@ -26,7 +26,7 @@ Policy = Literal["auto", "tune", "default", "error"]
 class Section(BaseModel):
     """A section of `tuner.toml`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Tuning(Section):
@@ -35,6 +35,7 @@ class Tuning(Section):
     on_miss: Policy = "auto"
     min_gain: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.02
     budget_s: Annotated[float, Field(gt=0.0)] = 120.0
+    bit_exact: bool = False
     pin: str = ""
 
 
@@ -46,6 +47,13 @@ class Measure(Section):
     max_rounds: Annotated[int, Field(ge=5)] = 100
     interval: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.01
     l2: Literal["warm", "cold"] = "warm"
+    oracle_mib: Annotated[int, Field(ge=1, le=1 << 20)] = 1024
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Measure:
+        if self.min_rounds > self.max_rounds:
+            raise ValueError(f"min_rounds = {self.min_rounds} is more than max_rounds = {self.max_rounds}")
+        return self
 
 
 class Keys(Section):
@@ -69,6 +77,12 @@ class Cache(Section):
         return [part for part in value.split(os.pathsep) if part] if isinstance(value, str) else value
 
 
+class Routing(Section):
+    """Whose calls are routed."""
+
+    fla: bool = True
+
+
 class Ascend(Section):
     """Ascend's compiler on a machine without an NPU."""
 
@@ -86,6 +100,7 @@ class Config(BaseModel):
     measure: Measure = Measure()
     keys: Keys = Keys()
     cache: Cache = Cache()
+    routing: Routing = Routing()
     ascend: Ascend = Ascend()
 
     @classmethod
@@ -161,7 +176,24 @@ def read_environment() -> tuple[dict[str, dict[str, object]], list[str]]:
     return settings, faults
 
 
-OTHER_VARIABLES = (PREFIX + "CONFIG",)
+OTHER_VARIABLES = (PREFIX + "CONFIG", PREFIX + "FORCE", PREFIX + "DISABLE")
+
+
+def forced() -> str:
+    """What `LAYOUT_TUNER_FORCE` says: candidates by op, for debugging, see `forcing`; read once for each `enable`."""
+    return os.environ.get(PREFIX + "FORCE", "").strip()
+
+
+def disabled() -> bool:
+    """Whether `LAYOUT_TUNER_DISABLE=1` turns every `enable` off, for debugging.
+
+    Raises:
+        ConfigError: Neither 0 nor 1.
+    """
+    value = os.environ.get(PREFIX + "DISABLE", "").strip()
+    if value not in ("", "0", "1"):
+        raise ConfigError(f"{PREFIX}DISABLE: wanted 0 or 1, got {value!r}")
+    return value == "1"
 
 
 def refused(found: Mapping[str, object], origin: str) -> list[str]:
@@ -201,7 +233,8 @@ def describe(fault: Mapping[str, object], origins: Mapping[tuple[str, str], str]
     if (rest and rest[0] in REFUSED) or section in REFUSED:
         return f"{origin}: {rest[0] if rest else section}: {REFUSAL}"
     if fault["type"] != "extra_forbidden":
-        return f"{origin}: {where}: {fault['msg']}, got {fault['input']!r}"
+        complaint = str(fault["msg"]).removeprefix("Value error, ")
+        return f"{origin}: {where}: {complaint}" + (f", got {fault['input']!r}" if rest else "")
     fields = Config.model_fields
     known = list(fields[section].default.__class__.model_fields) if rest else [f"[{name}]" for name in fields]
     return f"{origin}: {where}: unknown (known: {', '.join(known)})"

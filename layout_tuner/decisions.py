@@ -58,6 +58,20 @@ def measurement_record(found: Measurement) -> MeasurementRecord:
         relayout_us=found.relayout_us,
         error=finite(found.error),
         samples=found.samples,
+        measured_at=found.measured_at,
+    )
+
+
+def measurement_of(record: MeasurementRecord) -> Measurement:
+    """What was found of a candidate before, as the tuner takes it; it stays as old as it is."""
+    return Measurement(
+        id=record.candidate,
+        revision=record.revision,
+        state=record.state,
+        reason=record.reason,
+        failure=record.failure,
+        error=record.error,
+        measured_at=record.measured_at,
     )
 
 

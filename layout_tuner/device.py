@@ -58,6 +58,8 @@ class Event(Protocol):
 
     def record(self) -> None: ...
 
+    def query(self) -> bool: ...
+
     def elapsed_time(self, end: Any) -> float: ...
 
 
@@ -169,9 +171,15 @@ def capturing(device: torch.device) -> bool:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Free memory of the device in bytes; None where nobody says."""
-    ask = getattr(torch.get_device_module(device), "mem_get_info", None) if device.type != "cpu" else None
-    return int(ask(device)[0]) if ask else None
+    """Memory of the device that this process can have, in bytes; None where nobody says.
+
+    What torch has taken from the driver and does not use at the moment counts.
+    """
+    module = torch.get_device_module(device) if device.type != "cpu" else None
+    ask = getattr(module, "mem_get_info", None)
+    if module is None or ask is None:
+        return None
+    return int(ask(device)[0] + module.memory_reserved(device) - module.memory_allocated(device))
 
 
 def cache_bytes(device: torch.device) -> int:

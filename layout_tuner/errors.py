@@ -5,6 +5,7 @@
     ├── UnsupportedProblemError  a well-formed call that no kernel here serves; names every reason
     ├── CacheError               a decision file that cannot be opened or read; never raised by an op
     └── TuningError              no candidate could be used for a key
+        └── TooLittleMemoryError     or there is too little device memory to find out
 
 Wrong shapes, dtypes and devices of a call are `ValueError` and `TypeError`, as in torch.
 """
@@ -41,3 +42,7 @@ class CacheError(LayoutTunerError):
 
 class TuningError(LayoutTunerError):
     """No candidate of a key compiled, ran and was right."""
+
+
+class TooLittleMemoryError(TuningError):
+    """A key is not tuned because the device has less free memory than that takes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,12 +12,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from . import device as devices
-from . import numerics
+from .checking import Checker
+from .checking import as_tuple as as_tuple
 from .inputs import synthesize
 from .keys import Key
 from .prepare import Prepared, copies
-from .registry import Call, Candidate, OpSpec, Outputs, Problem, dtype_name
-from .tuner import Check, Runs, Trial
+from .registry import Call, Candidate, OpSpec, Outputs, Problem
+from .tuner import Check, Measurement, Runs, Trial
 
 
 class PoisonedAllocations(TorchFunctionMode):
@@ -44,6 +46,7 @@ class Experiment:
         device: Where to run.
         call: Arguments of the key; None makes them.
         problem: The key on the device; None makes it, with every other op at its default variant.
+        oracle_limit: Bytes the oracle may take; larger problems are compared in part, see `checking`.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Experiment:
         device: torch.device,
         call: Call | None = None,
         problem: Problem | None = None,
+        oracle_limit: int | None = None,
     ) -> None:
         devices.require_running(spec.name, key.dtype, device)
         self.spec = spec
@@ -60,6 +64,8 @@ class Experiment:
         self.device = device
         self.problem = problem or Problem(key=key, chip=devices.chip(device))
         self.key = key
+        self.oracle_limit = sys.maxsize if oracle_limit is None else oracle_limit
+        self.default = spec.default(key, self.problem.chip)
 
     @functools.cached_property
     def call(self) -> Call:
@@ -67,26 +73,43 @@ class Experiment:
         return self._call or synthesize(self.spec, self.key, self.device)
 
     @functools.cached_property
-    def wanted(self) -> tuple[torch.Tensor | None, ...]:
-        """The oracle's results."""
-        return as_tuple(self.spec.reference(**self.spec.arguments(self.call)))
+    def checker(self) -> Checker:
+        """Compares results, and knows what was right so far."""
+        return Checker(self.spec, self.key, self.call, self.oracle_limit)
 
-    @functools.cached_property
+    @property
+    def wanted(self) -> Outputs:
+        """The oracle's results for what it sees."""
+        return self.checker.wanted
+
+    @property
     def term_rms(self) -> Mapping[str, float]:
         """Root mean square of the terms of outputs that can cancel."""
-        if self.spec.term_rms is None:
-            return {}
-        return {name: float(value) for name, value in self.spec.term_rms(**self.spec.arguments(self.call)).items()}
+        return self.checker.term_rms
 
-    def trials(self) -> list[Trial]:
-        """Every candidate of the key."""
+    def trials(self, known: Mapping[tuple[str, str], Measurement] | None = None) -> list[Trial]:
+        """Every candidate of the key.
+
+        Args:
+            known: What was found of some before and is still believed, by id and revision: they are not tried again.
+        """
         return [
-            Trial(id=candidate.id, revision=candidate.revision, prepare=functools.partial(self.prepare, candidate))
+            Trial(
+                id=candidate.id,
+                revision=candidate.revision,
+                prepare=functools.partial(self.prepare, candidate),
+                known=(known or {}).get((candidate.id, candidate.revision)),
+            )
             for candidate in self.spec.candidates(self.key)
         ]
 
     def prepare(self, candidate: Candidate) -> Runs:
-        """Make a candidate ready; its kernels compile at their first run, which is the check."""
+        """Make a candidate ready; its kernels compile at their first run, here or in the check."""
+        with torch.no_grad(), devices.guard(self.device):
+            return self.prepared(candidate)
+
+    def prepared(self, candidate: Candidate) -> Runs:
+        """A candidate on the device that is the current one."""
         call = self.call
         whole = Prepared(self.spec, self.problem, candidate, call)
         arguments = (call.scalars, call.cu_seqlens, call.chunk_indices)
@@ -104,8 +127,10 @@ class Experiment:
         )
 
     def check(self, prepared: Prepared) -> Check:
-        """Run into poisoned memory and compare every output with the oracle; the worst counts."""
-        return self.compare(self.run_poisoned(prepared))
+        """Run into poisoned memory and compare every output with the oracle, then bits with other candidates."""
+        candidate = prepared.candidate
+        with torch.no_grad(), devices.guard(self.device):
+            return self.checker.compare(candidate, self.run_poisoned(prepared), default=candidate == self.default)
 
     def run_poisoned(self, prepared: Prepared) -> Outputs:
         """A candidate's results, in memory that was NaN before."""
@@ -117,26 +142,4 @@ class Experiment:
 
     def compare(self, got: Outputs) -> Check:
         """The output that is worst against its tolerance."""
-        worst = Check(error=0.0, limit=numerics.FP32_TOLERANCE, output="")
-        for output, tensor, wanted in zip(self.spec.outputs, got, self.wanted, strict=True):
-            if (tensor is None) != (wanted is None):
-                return Check(error=float("inf"), limit=0.0, output=output.name)
-            if tensor is None or wanted is None:
-                continue
-            # A result rounded to 16 bits is no closer than that, whatever it was computed from.
-            dtype = dtype_name(tensor) if tensor.element_size() == 2 else self.key.dtype
-            check = Check(
-                error=numerics.error(tensor, wanted, self.term_rms.get(output.name, 0.0)),
-                limit=numerics.tolerance(
-                    dtype, devices.interpreting(), self.spec.tolerances.get(output.name), self.spec.truncations
-                ),
-                output=output.name,
-            )
-            if check.error / check.limit >= worst.error / worst.limit:
-                worst = check
-        return worst
-
-
-def as_tuple(results: object) -> tuple[torch.Tensor | None, ...]:
-    """An oracle's results as a tuple."""
-    return tuple(results) if isinstance(results, tuple) else (results,)  # type: ignore[return-value]
+        return self.checker.against_oracle(got)

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from .counters import UNROUTED, Tally
 from .registry import OpSpec, Outputs, Value
 
 Signature = tuple[object, ...]
@@ -106,7 +107,13 @@ def fitting(known: Signature, check: Check | None = None) -> Fits:
 
 
 def running(
-    known: Signature, check: Check | None, launch: Callable[..., Outputs], scalars: int, *, spread: bool
+    known: Signature,
+    check: Check | None,
+    launch: Callable[..., Outputs],
+    scalars: int,
+    *,
+    spread: bool,
+    tally: Tally = UNROUTED,
 ) -> Run:
     """Test and launch at once: `run(operands, options, scalars, cu_seqlens, chunk_indices)`, None where none fits.
 
@@ -117,13 +124,19 @@ def running(
         scalars: How many numbers it takes; one that is neither a float nor None does not fit.
         spread: Whether `launch` takes all of a call one by one; else operands, scalars and what describes a packed
             batch.
+        tally: Counts the calls that fit.
     """
-    made: Run = generated(known, check, "spread" if spread else "whole", launch, scalars)
+    made: Run = generated(known, check, "spread" if spread else "whole", launch, scalars, tally)
     return made
 
 
 def generated(
-    known: Signature, check: Check | None, does: Does, launch: Callable[..., Outputs] | None, scalars: int
+    known: Signature,
+    check: Check | None,
+    does: Does,
+    launch: Callable[..., Outputs] | None,
+    scalars: int,
+    tally: Tally = UNROUTED,
 ) -> Callable[..., Any]:
     """The function of `fitting` or `running`."""
     _, options, _, *tensors = known
@@ -132,7 +145,7 @@ def generated(
     patterns = tuple(None if fact is None else pattern(fact) for fact in facts)
     compared = [part for fact in facts if fact is not None for part in (*fact[:2], place(fact), fact.memory)]
     make = maker(patterns, len(options), check is not None, does, scalars)
-    made: Callable[..., Any] = make(*options, check, launch, *compared)
+    made: Callable[..., Any] = make(*options, check, launch, tally, *compared)
     return made
 
 
@@ -246,13 +259,14 @@ def maker(
         ordered += [f"(type({s}) is float or {s} is None)" for s in numbers]
     facts = [f"{x}_{fact}" for x, how in zip(names, patterns) if how is not None for fact in Facts._fields]
     taken = "operands, options, cu_seqlens, chunk_indices"
-    answer = "fitting"
+    answer, counted = "fitting", ""
     if does != "fits":
         taken = "operands, options, scalars, cu_seqlens, chunk_indices"
         handed = ", ".join([*operands, *numbers]) if does == "spread" else "operands, scalars"
         answer = f"launch({handed}, cu_seqlens, chunk_indices) if fitting else None"
+        counted = "if fitting: tally.calls += 1"
     text = f"""
-def make({"".join(f"{w}, " for w in wanted)}check, launch, {", ".join(facts)}):
+def make({"".join(f"{w}, " for w in wanted)}check, launch, tally, {", ".join(facts)}):
     def test({taken}):
         {", ".join(operands)}, = operands
         {f"{', '.join(chosen)}, = options" if chosen else ""}
@@ -261,6 +275,7 @@ def make({"".join(f"{w}, " for w in wanted)}check, launch, {", ".join(facts)}):
             fitting = {" and ".join([*ordered, compared])}
         except AttributeError:
             fitting = False
+        {counted}
         return {answer}
     return test
 """

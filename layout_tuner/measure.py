@@ -11,7 +11,8 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -33,17 +34,46 @@ class Timer(Protocol):
         ...
 
 
+class RunError(Exception):
+    """A callable that raised while it was timed, or whose work on the device does not end.
+
+    Attributes:
+        place: Its place in the round.
+        cause: What it raised; a TimeoutError where it does not end.
+    """
+
+    def __init__(self, place: int, cause: Exception) -> None:
+        self.place = place
+        self.cause = cause
+        super().__init__(f"{type(cause).__name__}: {cause}")
+
+
+@contextmanager
+def blamed(place: int) -> Iterator[None]:
+    """Within it, an error belongs to the callable of that place."""
+    try:
+        yield
+    except Exception as error:
+        raise RunError(place, error) from error
+
+
 class HostTimer:
     """Wall-clock time of callables that return when their work is done, as the interpreter's do."""
 
     def round_us(self, runs: Sequence[Run]) -> list[float]:
         """One sample of each, in microseconds."""
         samples = []
-        for run in runs:
-            start = time.perf_counter()
-            run()
-            samples.append((time.perf_counter() - start) * 1e6)
+        for place, run in enumerate(runs):
+            with blamed(place):
+                start = time.perf_counter()
+                run()
+                samples.append((time.perf_counter() - start) * 1e6)
         return samples
+
+
+def scratch_bytes(device: torch.device) -> int:
+    """Memory of an `EventTimer`: what empties the second-level cache for certain."""
+    return 2 * devices.cache_bytes(device)
 
 
 class EventTimer:
@@ -56,12 +86,16 @@ class EventTimer:
     Args:
         device: An accelerator.
         l2: `warm` or `cold`.
+        patience_s: How long a sample may take; one that is not done by then counts as hung.
     """
 
-    def __init__(self, device: torch.device, l2: Literal["warm", "cold"] = "warm") -> None:
+    def __init__(
+        self, device: torch.device, l2: Literal["warm", "cold"] = "warm", patience_s: float = math.inf
+    ) -> None:
         self.device = device
         self.l2 = l2
-        self.scratch = torch.empty(2 * devices.cache_bytes(device), dtype=torch.uint8, device=device)
+        self.patience_s = patience_s
+        self.scratch = torch.empty(scratch_bytes(device), dtype=torch.uint8, device=device)
         self.fill_us = self._fill_us()
 
     def _fill_us(self) -> float:
@@ -80,25 +114,45 @@ class EventTimer:
         start = time.perf_counter()
         run()
         queueing_us = (time.perf_counter() - start) * 1e6
-        devices.synchronize(self.device)
+        done = devices.event(self.device)
+        done.record()
+        self._wait(done, done)
         return min(MOST_HOLDS, 1 + math.ceil(2.5 * queueing_us / self.fill_us)) if self.fill_us > 0 else 1
 
-    def round_us(self, runs: Sequence[Run]) -> list[float]:
-        """One sample of each, in microseconds of device time."""
-        pairs = []
-        for run in runs:
-            holds = self._holds(run)
-            for _ in range(holds):
-                self.scratch.zero_()
-            if self.l2 == "warm":
-                run()
-            start, end = devices.event(self.device), devices.event(self.device)
-            start.record()
+    def _wait(self, start: devices.Event, end: devices.Event) -> None:
+        """Ask for the events until they have come: a wait for them could not be given up."""
+        give_up = time.monotonic() + self.patience_s
+        pause_s = 0.0
+        while not (start.query() and end.query()):
+            if time.monotonic() > give_up:
+                raise TimeoutError("its work on the device does not end")
+            time.sleep(pause_s)
+            pause_s = min(pause_s + 1e-6, 1e-3)
+
+    def _sample(self, run: Run) -> float:
+        """Device time of one run in microseconds."""
+        for _ in range(self._holds(run)):
+            self.scratch.zero_()
+        if self.l2 == "warm":
             run()
-            end.record()
-            pairs.append((start, end))
-            devices.synchronize(self.device)
-        return [start.elapsed_time(end) * 1e3 for start, end in pairs]
+        start, end = devices.event(self.device), devices.event(self.device)
+        start.record()
+        run()
+        end.record()
+        self._wait(start, end)
+        return start.elapsed_time(end) * 1e3
+
+    def round_us(self, runs: Sequence[Run]) -> list[float]:
+        """One sample of each, in microseconds of device time.
+
+        Raises:
+            RunError: One that raises, or does not end.
+        """
+        samples = []
+        for place, run in enumerate(runs):
+            with blamed(place):
+                samples.append(self._sample(run))
+        return samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,12 +206,16 @@ class Rounds:
     Attributes:
         samples: By name, one entry a kept round; entries of equal position were taken in the same round.
         discarded: Rounds left out because a sample of theirs was zero, negative or not finite.
-        stopped: Why there were no more rounds: `narrow`, `rounds` or `budget`.
+        stopped: Why there were no more rounds: `narrow`, `rounds`, `budget` or `broken`.
+        broken: The callable that raised or did not end, where one did.
+        error: What it raised.
     """
 
     samples: Mapping[str, list[float]]
     discarded: int
     stopped: str
+    broken: str = ""
+    error: Exception | None = None
 
     def median(self, name: str) -> float:
         """Median time of a callable in microseconds."""
@@ -198,31 +256,36 @@ def time_rounds(
     names = list(runs)
     samples: dict[str, list[float]] = {name: [] for name in names}
     previous: list[float] = []
-    for _ in range(warmup_rounds):
-        current = timer.round_us([runs[name] for name in names])
-        settled = previous and all(abs(a - b) <= 0.02 * max(a, b) for a, b in zip(current, previous))
-        if settled or clock() > deadline:
-            break
-        previous = current
     discarded = 0
     stopped = "rounds"
-    for i_round in range(max_rounds + min_rounds):
-        if clock() > deadline and i_round:
-            stopped = "budget"
-            break
-        order = names[i_round % len(names) :] + names[: i_round % len(names)]
-        taken = dict(zip(order, timer.round_us([runs[name] for name in order])))
-        if not all(math.isfinite(taken[name]) and (taken[name] > 0 or name in may_be_zero) for name in names):
-            discarded += 1
-            continue
-        for name, sample in taken.items():
-            samples[name].append(sample)
-        kept = len(samples[baseline])
-        result = Rounds(samples=samples, discarded=discarded, stopped="narrow")
-        if kept >= min_rounds and narrow(result, names, baseline, interval):
-            return result
-        if kept >= max_rounds:
-            break
+    order = names
+    try:
+        for _ in range(warmup_rounds):
+            current = timer.round_us([runs[name] for name in names])
+            settled = previous and all(abs(a - b) <= 0.02 * max(a, b) for a, b in zip(current, previous))
+            if settled or clock() > deadline:
+                break
+            previous = current
+        for i_round in range(max_rounds + min_rounds):
+            if clock() > deadline and i_round:
+                stopped = "budget"
+                break
+            order = names[i_round % len(names) :] + names[: i_round % len(names)]
+            taken = dict(zip(order, timer.round_us([runs[name] for name in order])))
+            if not all(math.isfinite(taken[name]) and (taken[name] > 0 or name in may_be_zero) for name in names):
+                discarded += 1
+                continue
+            for name, sample in taken.items():
+                samples[name].append(sample)
+            kept = len(samples[baseline])
+            result = Rounds(samples=samples, discarded=discarded, stopped="narrow")
+            if kept >= min_rounds and narrow(result, names, baseline, interval):
+                return result
+            if kept >= max_rounds:
+                break
+    except RunError as error:
+        broken = order[error.place]
+        return Rounds(samples=samples, discarded=discarded, stopped="broken", broken=broken, error=error.cause)
     return Rounds(samples=samples, discarded=discarded, stopped=stopped)
 
 

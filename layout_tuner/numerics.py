@@ -7,8 +7,13 @@ is zero throughout, the result must be zero. A NaN or an infinity that the refer
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 import torch
 
+# Elements of a large result that are compared at a time.
+PIECE = 1 << 24
 FP32_TOLERANCE = 1e-4
 # 16-bit inputs against an fp32 or better oracle. The interpreter rounds bfloat16 toward zero, hence its own column.
 SIXTEEN_BIT_TOLERANCE = 0.006
@@ -45,6 +50,40 @@ def error(got: torch.Tensor, wanted: torch.Tensor, term_rms: float = 0.0) -> flo
     if size == 0.0:
         return 0.0 if difference == 0.0 else float("inf")
     return difference / size
+
+
+def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Tensors of one shape, a bounded number of elements at a time."""
+    yield from zip(*[torch.split(tensor.detach().reshape(-1), PIECE) for tensor in tensors])
+
+
+def finite(tensor: torch.Tensor) -> bool:
+    """Whether no element is NaN or infinite, in bounded memory."""
+    return all(bool(torch.isfinite(part).all()) for (part,) in pieces(tensor))
+
+
+def disagreement(got: torch.Tensor, right: torch.Tensor, term_rms: float = 0.0) -> float:
+    """`error` of a result against another one, in bounded memory."""
+    if got.shape != right.shape or not finite(got):
+        return float("inf")
+    difference = size = 0.0
+    for ours, theirs in pieces(got, right):
+        wide = theirs.to(torch.float32)
+        size += float(wide.square().sum())
+        difference += float((ours.to(torch.float32) - wide).square().sum())
+    mean = max(1, right.numel())
+    size, difference = max(math.sqrt(size / mean), term_rms), math.sqrt(difference / mean)
+    if size == 0.0:
+        return 0.0 if difference == 0.0 else float("inf")
+    return difference / size
+
+
+def identical(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether every bit of two results is the same, in bounded memory."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(one.element_size(), one.dtype)
+    return all(torch.equal(a.view(bits), b.view(bits)) for a, b in pieces(one, other))
 
 
 def tolerance(

@@ -9,6 +9,7 @@ import torch
 
 from . import device as devices
 from . import layouts
+from .counters import UNROUTED
 from .layouts import Layout
 from .packing import prepare_chunk_indices
 from .registry import Call, Candidate, Launch, OpSpec, Outputs, Problem
@@ -40,10 +41,12 @@ class Prepared:
         "packed",
         "proven",
         "restore",
+        "tally",
     )
 
     def __init__(self, spec: OpSpec, problem: Problem, candidate: Candidate, call: Call, *, bare: bool = False) -> None:
         self.candidate = candidate
+        self.tally = UNROUTED  # counts its calls
         self.proven = False  # whether it has run once: kernels compile and fail at their first launch
         self.launch: Launch = spec.bind(problem, candidate)
         self.BT = problem.BT

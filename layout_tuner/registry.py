@@ -74,11 +74,13 @@ class Output:
 
     Attributes:
         name: As in the formula.
+        dims: Its shape, as an operand's; empty for `d` and the name of an operand, whose gradient and shape it is.
         time_axis: Whether it is a `[B, T, HV]` tensor whose layout is a choice.
         needs: The optional operand without which it is None.
     """
 
     name: str
+    dims: str = ""
     time_axis: bool = False
     needs: str = ""
 
@@ -250,6 +252,12 @@ class OpSpec:
     def revision(self) -> str:
         """Hash of the device sources: a candidate of another revision is another candidate."""
         return source_revision(self.sources)
+
+    def shape_of(self, output: Output) -> list[str]:
+        """The symbols of an output's shape, states with K ahead of V."""
+        if output.dims:
+            return output.dims.split()
+        return next(operand.dims for operand in self.operands if f"d{operand.name}" == output.name).split()
 
     def arguments(self, call: Call) -> dict[str, object]:
         """The call's arguments by name, as the public function and the oracle take them."""

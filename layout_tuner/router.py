@@ -11,32 +11,40 @@ candidates run.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import logging
 import os
 import threading
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from layout_tuner.cache.layers import LayeredStore, open_layers
-from layout_tuner.cache.records import MAX_REASON, DecisionRecord, MeasurementRecord, MissRecord
+from layout_tuner.cache.layers import LayeredStore, Resolution, open_layers
+from layout_tuner.cache.records import MAX_REASON, DecisionRecord, MeasurementRecord
 
+from . import counters, forcing
 from . import device as devices
 from .config import Config
-from .decisions import key_record, outcome_record
+from .counters import UNROUTED, Tallies, Tally, count_tuning, saved_us
+from .decisions import key_record, measurement_of, outcome_record
 from .environment import PREDICTED, environment
-from .errors import CacheError, LayoutTunerError, TuningError
+from .errors import CacheError, LayoutTunerError, TooLittleMemoryError, TuningError
 from .experiment import Experiment
 from .fitting import Fits, Run, Scalars, Signature, fitting, guard, running, signature
+from .footprint import MARGIN, MIB, tuning_bytes
+from .forcing import Forced
 from .keys import Key, bucketed
 from .layouts import Layout
-from .measure import EventTimer, HostTimer, Timer
+from .measure import EventTimer, HostTimer, Interval, Timer, scratch_bytes
+from .misses import MissLog
 from .prepare import Prepared
 from .registry import Call, Candidate, OpSpec, Outputs, Problem, Value, number_faults
-from .tuner import Outcome, classify, first_line, tune
+from .tuner import Measurement, Outcome, classify, first_line, tune
+from .watchdog import FamilyLock
 
 log = logging.getLogger(__name__)
 
@@ -53,13 +61,17 @@ class Choice:
         candidate: What to run.
         source: `pinned`, `forced`, `measured`, `imported`, `predicted` or `default`.
         frozen: Whether the process keeps it; a default taken because tuning was not possible just now is not kept.
-        record: The stored decision it follows, if any.
+        record: The decision it follows, if any.
+        reason: Why the default stands in for a decision; empty where there is one, or nothing to choose.
+        missed: Whether there was no decision anywhere when it was made.
     """
 
     candidate: Candidate
     source: str
     frozen: bool = True
     record: DecisionRecord | None = None
+    reason: str = ""
+    missed: bool = False
 
 
 class Known:
@@ -84,7 +96,9 @@ class Known:
         check = guard(tensors)
         launch = prepared.launch if prepared.direct else prepared
         self.fits: Fits = fitting(signature, check)
-        self.run: Run = running(signature, check, launch, len(spec.scalars), spread=prepared.direct)
+        self.run: Run = running(
+            signature, check, launch, len(spec.scalars), spread=prepared.direct, tally=prepared.tally
+        )
         self.signature = signature
         self.prepared = prepared
 
@@ -123,10 +137,17 @@ class Router:
         tuning: Whether decisions are looked up and made at all.
         on_miss: Overrides the settings' policy.
         timer: Takes the samples; None makes one for the device.
+        forced: Candidates that run whatever was measured, by op.
     """
 
     def __init__(
-        self, config: Config, *, tuning: bool = True, on_miss: Policy | None = None, timer: Timer | None = None
+        self,
+        config: Config,
+        *,
+        tuning: bool = True,
+        on_miss: Policy | None = None,
+        timer: Timer | None = None,
+        forced: Mapping[str, Forced] | None = None,
     ) -> None:
         self.config = config
         self.tuning = tuning
@@ -135,10 +156,15 @@ class Router:
         self.prepared = Memory()
         self.variants: dict[tuple[Key, str], str | None] = {}
         self.choices: dict[tuple[Key, str], Choice] = {}
-        self._lock = threading.RLock()
+        self._lock = FamilyLock()
         self._store: LayeredStore | None = None
+        self.forced = dict(forced or {})
+        self.tallies = Tallies()
+        self.misses = MissLog()
         self._full: set[str] = set()
+        self._said: set[Key] = set()
         _routers.add(self)
+        weakref.finalize(self, self.tallies.retire).atexit = False
 
     # -- one call ----------------------------------------------------------------------------------------------
 
@@ -153,6 +179,8 @@ class Router:
         devices.require_running(spec.name, key.dtype, device)
         choice = self.choose(spec, key, device)
         prepared = self.prepare(spec, key, device, choice.candidate, call)
+        prepared.tally = self.tally(spec, key, device, choice)
+        prepared.tally.calls += 1
         if choice.frozen:
             self.remember(signature, prepared)
         return prepared
@@ -172,12 +200,35 @@ class Router:
         held = self.choices.get(place)
         if held is not None and held.record is not None:
             self.quarantine(held.record, error)
-        self.choices[place] = Choice(candidate=default, source="default")
+        choice = Choice(candidate=default, source="default", reason="its candidate failed to launch")
+        self.choices[place] = choice
         prepared = self.prepare(spec, key, device, default, call)
+        prepared.tally = self.tally(spec, key, device, choice)
+        prepared.tally.calls += 1
+        failed.tally.calls -= 1
         self.prepared.last.pop(spec, None)
         self.prepared.by_shape.clear()
         self.remember(signature, prepared)
         return prepared
+
+    def tally(self, spec: OpSpec, key: Key, device: torch.device, choice: Choice) -> Tally:
+        """What counts the calls of a choice; those without a decision are recorded as misses, later and elsewhere."""
+        if not self.tuning:
+            return UNROUTED
+        fresh = Tally(
+            bucketed(key, self.config.keys.bucket),
+            environment(device).id,
+            candidate=choice.candidate.id,
+            source=choice.source,
+            reason=choice.reason,
+            saved_us=saved_by(choice.record),
+        )
+        tally = self.tallies.of(fresh)
+        if choice.missed and (tally is fresh or not choice.frozen):
+            tally.missed += 1
+            if choice.reason:  # else it was tuned at once
+                self.misses.watch(tally, self.store)
+        return tally
 
     def quarantine(self, record: DecisionRecord, error: Exception) -> None:
         """Store that a decision's winner failed, so that it is not used again while that is believed."""
@@ -233,6 +284,7 @@ class Router:
         else:
             if known.fits(tensors, options, cu_seqlens, chunk_indices):
                 self.prepared.last[spec] = known
+                known.prepared.tally.calls += 1
                 return known.signature, known.prepared
         found = signature(spec, tensors, options, cu_seqlens, chunk_indices)
         try:
@@ -243,6 +295,7 @@ class Router:
             arguments = Call(tensors=tensors, options=options, scalars=scalars, cu_seqlens=cu_seqlens,
                              chunk_indices=chunk_indices)  # fmt: skip
             return found, self.resolve(spec, found, arguments)
+        prepared.tally.calls += 1
         if prepared.proven:
             self.prepared.by_shape[spec, shape] = self.prepared.last[spec] = Known(spec, found, prepared, tensors)
         return found, prepared
@@ -291,6 +344,8 @@ class Router:
         """
         if not self.tuning:
             return None
+        if spec.name in self.forced:
+            return self.forced[spec.name].variant
         key = bucketed(key, self.config.keys.bucket)
         asked_for = (key, environment(device).id)
         try:
@@ -320,7 +375,7 @@ class Router:
             tracing: Whether a compiler is tracing the call, so that nothing may run now.
         """
         default = spec.default(key, devices.chip(device))
-        if not self.tuning or spec.nothing_to_choose(key):
+        if not self.tuning or (spec.nothing_to_choose(key) and spec.name not in self.forced):
             return Choice(candidate=default, source="default")
         key = bucketed(key, self.config.keys.bucket)
         if len(spec.candidates(key)) == 1:
@@ -333,10 +388,26 @@ class Router:
             known = self.choices.get((key, where.id))
             if known is not None:
                 return known
-            choice = self.stored(spec, key, device) or self.missed(spec, key, device, default, tracing=tracing)
+            choice = self.stored(spec, key, device)
+            if choice is None or choice.source != "pinned":
+                choice = self.forced_choice(spec, key, default) or choice
+            if choice is not None:
+                log.info("%s: %s, %s", key, choice.candidate.id, choice.source)
+            else:
+                choice = self.missed(spec, key, device, default, tracing=tracing)
             if choice.frozen:
                 self.choices[key, where.id] = choice
             return choice
+
+    def forced_choice(self, spec: OpSpec, key: Key, default: Candidate) -> Choice | None:
+        """What the environment forces for a key, if anything."""
+        if spec.name not in self.forced:
+            return None
+        candidate = forcing.choice(self.forced, spec, key, default)
+        if candidate is None:
+            log.warning("%s: %s forces a candidate that this key does not have", key, forcing.NAME)
+            return None
+        return Choice(candidate=candidate, source="forced")
 
     def stored(self, spec: OpSpec, key: Key, device: torch.device) -> Choice | None:
         """The cache's choice for a key."""
@@ -348,6 +419,11 @@ class Router:
 
     def stored_decision(self, spec: OpSpec, key: Key, device: torch.device) -> DecisionRecord | None:
         """The cache's decision for a key, where its candidate still exists as it was measured."""
+        found = self.resolution(spec, key, device)
+        return None if found is None else found.record
+
+    def resolution(self, spec: OpSpec, key: Key, device: torch.device) -> Resolution | None:
+        """The same, with the layer that holds it."""
         alive = {candidate.id: candidate.revision for candidate in spec.candidates(key)}
         environments = [environment(device).id]
         if device.type == "npu":  # what the compiler's counts say serves until something is measured
@@ -359,7 +435,7 @@ class Router:
             return None
         if found is None or alive[found.record.candidate] != found.record.revision:
             return None
-        return found.record
+        return found
 
     def missed(
         self, spec: OpSpec, key: Key, device: torch.device, default: Candidate, *, tracing: bool = False
@@ -369,35 +445,35 @@ class Router:
         if policy == "error":
             raise TuningError(f"{key}: no decision in {self.store.name}, and on_miss is 'error'")
         if policy == "default":
-            self.record_miss(key, device, "on_miss is 'default'")
-            return Choice(candidate=default, source="default")
+            return stand_in(default, "on_miss is 'default'")
         if tracing or devices.capturing(device):
-            if not tracing:
-                self.record_miss(key, device, "a graph was being captured")
-            log.warning("%s: a graph is being captured or traced: running %s untuned", key, default.id)
-            return Choice(candidate=default, source="default", frozen=False)
+            self.say(key, "a graph is being captured or traced: running %s untuned", default.id)
+            return stand_in(default, "a graph was being captured or traced", frozen=False)
         if self.too_many(spec):
-            self.record_miss(key, device, "[keys] max_keys")
-            return Choice(candidate=default, source="default")
+            return stand_in(default, "[keys] max_keys")
         try:
             outcome = self.tune(spec, key, device)
+        except TooLittleMemoryError as error:
+            self.say(key, "too little free memory to tune (%s): running %s", error, default.id)
+            return stand_in(default, "too little free memory to tune", frozen=False)
         except LayoutTunerError as error:
             log.warning("%s: not tuned: %s", key, error)
-            return Choice(candidate=default, source="default")
+            return stand_in(default, "it could not be tuned")
         except (torch.OutOfMemoryError, MemoryError) as error:
             devices.release(device)
-            log.warning("%s: too little free memory to tune (%s): running %s", key, first_line(error), default.id)
-            return Choice(candidate=default, source="default", frozen=False)
+            self.say(key, "too little free memory to tune (%s): running %s", first_line(error), default.id)
+            return stand_in(default, "too little free memory to tune", frozen=False)
+        held = self.choices.get((key, environment(device).id))
+        if held is not None and held.candidate.id == outcome.winner:
+            return replace(held, missed=True)
         winner = next(candidate for candidate in spec.candidates(key) if candidate.id == outcome.winner)
-        return Choice(candidate=winner, source="measured")
+        return Choice(candidate=winner, source="measured", missed=True)
 
-    def record_miss(self, key: Key, device: torch.device, reason: str) -> None:
-        """Remember that a key had no decision; once for each key and process, as the choice is frozen."""
-        miss = MissRecord(key=key_record(key), environment=environment(device).id, reason=reason)
-        try:
-            self.store.record_misses([miss])
-        except (CacheError, OSError) as error:  # a cache never fails an op
-            log.warning("cache: %s", error)
+    def say(self, key: Key, what: str, *about: object) -> None:
+        """Warn of a key once; calls of it go on missing."""
+        if key not in self._said:
+            self._said.add(key)
+            log.warning(f"%s: {what}", key, *about)
 
     def too_many(self, spec: OpSpec) -> bool:
         """Whether an op has as many keys as may be tuned; said once."""
@@ -419,36 +495,59 @@ class Router:
 
     # -- tuning ------------------------------------------------------------------------------------------------
 
-    def tune(self, spec: OpSpec, key: Key, device: torch.device) -> Outcome:
+    def tune(self, spec: OpSpec, key: Key, device: torch.device, budget_s: float | None = None) -> Outcome:
         """Tune a key on synthetic arguments, publish the outcome at once, and freeze it for this process.
 
         Args:
             spec: The op.
             key: The key, T as it is tuned.
             device: Where.
+            budget_s: Seconds, where there are fewer than the settings' budget.
 
         Raises:
             TuningError: No candidate is right.
+            TooLittleMemoryError: There is less free device memory than tuning the key takes.
             UnsupportedProblemError: Nothing runs the key on this device.
         """
         where = environment(device)
-        experiment = Experiment(spec, key, device, problem=self.problem(key, device))
-        default = spec.default(key, experiment.problem.chip)
-        measure = self.config.measure
+        scratch = 0 if device.type == "cpu" else scratch_bytes(device)
+        require_memory(spec, key, device, oracle_limit=self.oracle_limit, scratch=scratch)
+        experiment = Experiment(spec, key, device, problem=self.problem(key, device), oracle_limit=self.oracle_limit)
+        measure, tuning = self.config.measure, self.config.tuning
         if device.type == "cpu" and self.timer is None:  # the interpreter's times mean nothing, so few do
             measure = measure.model_copy(update={"warmup_rounds": 1, "min_rounds": 5, "max_rounds": 5})
-        with torch.no_grad(), self._lock, devices.guard(device):
+        if budget_s is not None:
+            tuning = tuning.model_copy(update={"budget_s": min(budget_s, tuning.budget_s)})
+        trials = experiment.trials(self.known_failures(key, where.id))
+        # A function of ours that is timed against another library's calls through here: no call of anybody's.
+        with torch.no_grad(), self._lock, devices.guard(device), self.tallies.paused():
             timer = self.timer or make_timer(device, self.config)
-            outcome = tune(experiment.trials(), default.id, timer, measure, self.config.tuning)
+            outcome = tune(trials, experiment.default.id, timer, measure, tuning)
         winner = next(candidate for candidate in spec.candidates(key) if candidate.id == outcome.winner)
-        self.choices[key, where.id] = Choice(candidate=winner, source="measured")
+        decision, facts = outcome_record(key, where, outcome, winner)
+        self.choices[key, where.id] = Choice(candidate=winner, source="measured", record=decision)
         self.variants.clear()
+        count_tuning(spec.name)
         try:
-            self.store.publish(*outcome_record(key, where, outcome, winner))
+            self.store.publish(decision, facts)
         except (CacheError, OSError) as error:
             log.warning("cache: %s: the decision is kept in memory only", error)
         log.info("%s: %s", key, describe(outcome))
         return outcome
+
+    @property
+    def oracle_limit(self) -> int:
+        """Bytes of device memory that the oracle may take."""
+        return self.config.measure.oracle_mib << 20
+
+    def known_failures(self, key: Key, where: str) -> dict[tuple[str, str], Measurement]:
+        """What the cache knows to fail for a key, by candidate and revision, as far as that is still believed."""
+        try:
+            found = self.store.failures(key_record(key), where)
+        except (CacheError, OSError) as error:  # a cache never fails an op
+            log.warning("cache: %s", error)
+            return {}
+        return {place: measurement_of(record) for place, record in found.items()}
 
     @property
     def store(self) -> LayeredStore:
@@ -465,14 +564,41 @@ class Router:
             return self._store
 
     def close(self) -> None:
-        """Give back files and connections."""
+        """Write what is not written yet, and give back files and connections."""
+        self.misses.flush()
         if self._store is not None:
             self._store.close()
 
 
 def make_timer(device: torch.device, config: Config) -> Timer:
     """Device events on an accelerator, the host's clock under the interpreter on a CPU."""
-    return HostTimer() if device.type == "cpu" else EventTimer(device, config.measure.l2)
+    if device.type == "cpu":
+        return HostTimer()
+    return EventTimer(device, config.measure.l2, patience_s=config.tuning.budget_s)
+
+
+def require_memory(spec: OpSpec, key: Key, device: torch.device, *, oracle_limit: int, scratch: int) -> None:
+    """Raise `TooLittleMemoryError` where a device has less free memory than tuning a key takes, and a fifth."""
+    free = devices.free_bytes(device)
+    if free is None:
+        return
+    needed = int(MARGIN * tuning_bytes(spec, key, oracle_limit=oracle_limit, scratch=scratch))
+    if free < needed:
+        raise TooLittleMemoryError(f"{key}: tuning it takes {needed / MIB:,.0f} MiB, {free / MIB:,.0f} MiB are free")
+
+
+def stand_in(default: Candidate, reason: str, *, frozen: bool = True) -> Choice:
+    """The default in place of a decision that there is not."""
+    return Choice(candidate=default, source="default", frozen=frozen, reason=reason, missed=True)
+
+
+def saved_by(record: DecisionRecord | None) -> Interval | None:
+    """What a call saves that follows a decision, against the default that was measured beside it."""
+    if record is None:
+        return None
+    default = next((each for each in record.measurements if each.candidate == record.default_candidate), None)
+    known = None if default is None else default.end_to_end_us
+    return saved_us(known, record.gain, record.gain_low, record.gain_high)
 
 
 def describe(outcome: Outcome) -> str:
@@ -516,15 +642,16 @@ def push(router: Router) -> int:
     return ticket
 
 
-def holds(ticket: int) -> bool:
+def holds(ticket: int | None) -> bool:
     """Whether an entry is still in the stack."""
     return ticket in _entries
 
 
-def remove(ticket: int) -> None:
+def remove(ticket: int | None) -> None:
     """Remove an entry, wherever in the stack it is; without effect once it is gone."""
     with _stack_lock:
-        _entries.pop(ticket, None)
+        if ticket is not None:
+            _entries.pop(ticket, None)
         activate(next(reversed(_entries.values()), _DEFAULT))
 
 
@@ -549,10 +676,18 @@ def _after_fork() -> None:
     """Give a child locks of its own: a thread that is not there any more may have held one."""
     global _stack_lock
     _stack_lock = threading.Lock()
+    counters.after_fork()
     for router in _routers:
-        router._lock = threading.RLock()
+        router._lock = FamilyLock()
 
 
+def _at_exit() -> None:
+    """Write and close what is open, while everything that takes is still there."""
+    for router in list(_routers):
+        router.close()
+
+
+atexit.register(_at_exit)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
@@ -569,6 +704,7 @@ def find(
     router = _current
     known = router.prepared.last.get(spec)
     if known is not None and known.fits(tensors, options, cu_seqlens, chunk_indices):
+        known.prepared.tally.calls += 1
         return router, known.signature, known.prepared
     return router, *router.lookup(spec, tensors, options, scalars, cu_seqlens, chunk_indices)
 

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import Literal
 
 import torch
 
 from .config import Measure, Tuning
 from .errors import TuningError
-from .measure import Interval, Run, Timer, time_rounds
+from .measure import Interval, Rounds, Run, Timer, time_rounds
+from .watchdog import run_within
 
 log = logging.getLogger(__name__)
 
 FALSE_WINS = 0.01
+# Share of the budget within which candidates have to be ready; the rest is for timing them.
+CHECKING = 0.8
 
 State = Literal["ok", "wrong", "failed", "skipped"]
 Failure = Literal["", "compile", "overflow", "memory", "timeout", "wrong", "device"]
@@ -34,16 +38,20 @@ class Check:
         error: Largest relative error of any output.
         limit: What is allowed for that output.
         output: The output it was seen in.
+        exact: Whether every bit is the default's; None where that is not known.
+        differs: What differs from another layout of the same variant, whose bits it should have; empty for nothing.
     """
 
     error: float
     limit: float
     output: str
+    exact: bool | None = None
+    differs: str = ""
 
     @property
     def right(self) -> bool:
-        """Whether every output is within its tolerance."""
-        return self.error <= self.limit
+        """Whether every output is within its tolerance, and only addresses depend on the layout."""
+        return self.error <= self.limit and not self.differs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,33 +72,20 @@ class Runs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
-    """A candidate as the tuner sees it.
-
-    Attributes:
-        id: Its text id.
-        revision: Its revision.
-        prepare: Compiles it and makes its arguments; may raise.
-    """
-
-    id: str
-    revision: str
-    prepare: Callable[[], Runs]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Measurement:
     """What was found of one candidate. Times are medians in microseconds, None where not taken.
 
     Attributes:
         id, revision: Which candidate.
-        state: `ok`, `wrong` (its results are off), `failed` (it raised) or `skipped` (the budget was spent).
+        state: `ok`, `wrong` (its results are off), `failed` (it raised, or did not end) or `skipped` (not timed: the
+            budget was spent, or only bit-exact candidates are wanted).
         failure: Class of the failure, which says how long it is believed.
         reason: Why it is not `ok`.
         error: Largest relative error against the oracle.
         end_to_end_us, kernel_us, relayout_us: The whole op; its kernels alone; its copies alone.
         gain: Fraction of the default's time that it saves, with its 95 % interval; None for the default itself.
         samples: End-to-end samples.
+        measured_at: When that was found, for what was found before this tuning.
     """
 
     id: str
@@ -104,6 +99,24 @@ class Measurement:
     relayout_us: float | None = None
     gain: Interval | None = None
     samples: tuple[float, ...] = ()
+    measured_at: datetime | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A candidate as the tuner sees it.
+
+    Attributes:
+        id: Its text id.
+        revision: Its revision.
+        prepare: Compiles it and makes its arguments; may raise.
+        known: What was found of it before, where that is still believed: it is not tried again.
+    """
+
+    id: str
+    revision: str
+    prepare: Callable[[], Runs]
+    known: Measurement | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +129,7 @@ class Outcome:
         measurements: One for each candidate, in the order they were given.
         rounds: Kept rounds; `discarded` ones had an unusable sample.
         discarded: See `rounds`.
-        stopped: Why timing ended: `narrow`, `rounds` or `budget`; empty where nothing was timed.
+        stopped: Why timing ended: `narrow`, `rounds`, `budget` or `broken`; empty where nothing was timed.
         seconds: Wall-clock time of compiling, checking and timing.
     """
 
@@ -148,6 +161,9 @@ def tune(
     all candidates equal, one would be chosen in at most `FALSE_WINS / 2` of all tunings, however noisy the clock. Among
     those the larger gain wins, ties go to the smaller id, so that repeated runs and different ranks agree.
 
+    `tuning.budget_s` covers compiling, checking and timing. The default has all of it to become ready, the others have
+    `CHECKING` of it, together; one that is not ready by then is recorded, and what is ready is timed.
+
     Args:
         trials: The candidates.
         default: Id of the one that runs where nothing was measured.
@@ -160,42 +176,37 @@ def tune(
     """
     start = clock()
     deadline = start + tuning.budget_s
+    check_by = start + CHECKING * tuning.budget_s
     found: dict[str, Measurement] = {}
     runs: dict[str, Runs] = {}
     for trial in sorted(trials, key=lambda trial: trial.id != default):  # the default first: it must have its turn
-        if clock() > deadline and runs:
+        if trial.known is not None:
+            found[trial.id] = trial.known
+            continue
+        left = (deadline if trial.id == default else check_by) - clock()
+        if left <= 0 and trial.id != default:
             reason = f"the budget of {tuning.budget_s:g} s was spent before its turn"
             found[trial.id] = Measurement(
                 id=trial.id, revision=trial.revision, state="skipped", failure="timeout", reason=reason
             )
             continue
-        measurement, ready = examine(trial)
+        measurement, ready = examine(trial, left, exact_only=tuning.bit_exact and trial.id != default)
         found[trial.id] = measurement
         if ready is not None:
             runs[trial.id] = ready
+    while runs:
+        baseline = default if default in runs else min(runs)
+        rounds = time_ready(runs, baseline, timer, measure, deadline, clock)
+        if rounds.error is None:
+            break
+        broken = rounds.broken.partition(" ")[0]
+        found[broken] = failure_of(found[broken], rounds.error)
+        if isinstance(rounds.error, TimeoutError) and broken != baseline:
+            break  # a device that does not come back has no time for the others
+        del runs[broken]  # without it, they are timed anew
     if not runs:
         reasons = "; ".join(f"{m.id}: {m.state}: {m.reason}" for m in found.values())
         raise TuningError(f"no candidate is right: {reasons}")
-    baseline = default if default in runs else min(runs)
-    timed: dict[str, Run] = {}
-    for name, ready in runs.items():
-        timed[name] = ready.end_to_end
-        if ready.kernel is not None:
-            timed[f"{name} kernel"] = ready.kernel
-        if ready.relayout is not None:
-            timed[f"{name} relayout"] = ready.relayout
-    rounds = time_rounds(
-        timed,
-        baseline,
-        timer,
-        warmup_rounds=measure.warmup_rounds,
-        min_rounds=measure.min_rounds,
-        max_rounds=measure.max_rounds,
-        interval=measure.interval,
-        deadline=deadline,
-        may_be_zero=timed.keys() - runs.keys(),
-        clock=clock,
-    )
     kept = len(rounds.samples[baseline])
     if kept:
         for name in runs:
@@ -208,7 +219,8 @@ def tune(
                 samples=tuple(rounds.samples[name]),
             )
     doubt = FALSE_WINS / max(1, len(runs) - 1)
-    certain = [found[name] for name in runs if kept and name != baseline and rounds.gain(name, baseline, doubt).low > 0]
+    rivals = [name for name in runs if kept and name != baseline and found[name].state == "ok"]
+    certain = [found[name] for name in rivals if rounds.gain(name, baseline, doubt).low > 0]
     winner = choose(certain, baseline, tuning.min_gain)
     return Outcome(
         winner=winner,
@@ -222,22 +234,69 @@ def tune(
     )
 
 
-def examine(trial: Trial) -> tuple[Measurement, Runs | None]:
-    """Compile a candidate and compare its results with the oracle, before it is ever timed."""
+def time_ready(
+    runs: Mapping[str, Runs],
+    baseline: str,
+    timer: Timer,
+    measure: Measure,
+    deadline: float,
+    clock: Callable[[], float],
+) -> Rounds:
+    """Rounds of everything that is ready: each candidate, and its kernels and copies apart where it copies."""
+    timed: dict[str, Run] = {}
+    for name, ready in runs.items():
+        timed[name] = ready.end_to_end
+        if ready.kernel is not None:
+            timed[f"{name} kernel"] = ready.kernel
+        if ready.relayout is not None:
+            timed[f"{name} relayout"] = ready.relayout
+    return time_rounds(
+        timed,
+        baseline,
+        timer,
+        warmup_rounds=measure.warmup_rounds,
+        min_rounds=measure.min_rounds,
+        max_rounds=measure.max_rounds,
+        interval=measure.interval,
+        deadline=deadline,
+        may_be_zero=timed.keys() - runs.keys(),
+        clock=clock,
+    )
+
+
+def examine(trial: Trial, seconds: float, *, exact_only: bool = False) -> tuple[Measurement, Runs | None]:
+    """Compile a candidate and compare its results with the oracle, before it is ever timed.
+
+    Args:
+        trial: The candidate.
+        seconds: How long that may take.
+        exact_only: Whether one with other bits than the default's is left out.
+    """
     described = Measurement(id=trial.id, revision=trial.revision, state="failed")
-    try:
+
+    def ready_and_checked() -> tuple[Runs, Check]:
         ready = trial.prepare()
-        check = ready.check()
+        return ready, ready.check()
+
+    try:
+        ready, check = run_within(seconds, ready_and_checked)
     except Exception as error:  # whatever a compiler or a driver throws belongs to this candidate alone
-        failure = classify(error)
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        log.warning("candidate %s failed: %s", trial.id, reason)
-        return replace(described, failure=failure, reason=reason), None
+        return failure_of(described, error), None
     if not check.right:
-        reason = f"{check.output}: error {check.error:.3g} over {check.limit:.3g}"
+        reason = check.differs or f"{check.output}: error {check.error:.3g} over {check.limit:.3g}"
         log.warning("candidate %s is wrong: %s", trial.id, reason)
         return replace(described, state="wrong", failure="wrong", reason=reason, error=check.error), None
+    if exact_only and not check.exact:
+        reason = "[tuning] bit_exact: its bits are not the default's"
+        return replace(described, state="skipped", reason=reason, error=check.error), None
     return replace(described, state="ok", error=check.error), ready
+
+
+def failure_of(described: Measurement, error: Exception) -> Measurement:
+    """A candidate that raised, or did not end."""
+    reason = f"{type(error).__name__}: {first_line(error)}"
+    log.warning("candidate %s failed: %s", described.id, reason)
+    return replace(described, state="failed", failure=classify(error), reason=reason)
 
 
 def choose(measurements: Sequence[Measurement], baseline: str, min_gain: float) -> str:
@@ -256,10 +315,10 @@ def classify(error: Exception) -> Failure:
     text = f"{type(error).__name__} {error}".lower()
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return "memory"
-    if "overflow" in text or "out of resource" in text or "outofresources" in text:
-        return "overflow"
     if isinstance(error, TimeoutError):
         return "timeout"
+    if "overflow" in text or "out of resource" in text or "outofresources" in text:
+        return "overflow"
     if "compil" in text:
         return "compile"
     return "device"

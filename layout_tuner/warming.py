@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
 import logging
+import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
-from layout_tuner.cache.records import DecisionRecord
+from layout_tuner.cache.records import MAX_REASON, DecisionRecord, MissRecord
 
 from . import device as devices
 from . import ops as _ops  # noqa: F401  registers every op
+from . import registry
 from .config import Config
-from .decisions import key_record
+from .decisions import key_of, key_record
 from .environment import Environment, environment
-from .errors import LayoutTunerError
-from .keys import Key
+from .errors import CacheError, ConfigError, LayoutTunerError
+from .keys import Key, bucketed
 from .registry import OpSpec
-from .router import Router
+from .router import Router, push, remove
 from .shapes import Shape, keys, load_shapes, parse_shapes
+from .tuner import CHECKING
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +43,7 @@ class Row:
     Attributes:
         key: The key, T as it is tuned; None for a shape that no kernel serves.
         status: `tuned` now, `stored` before, `trivial` (nothing to choose), `failed`, `unsupported`, or `left` (the
-            budget was spent).
+            budget was spent, or it failed before).
         decision: What is stored for the key.
         reason: Why there is none.
         seconds: Time spent on it.
@@ -71,8 +78,10 @@ class Report:
 
 
 def warmup(
-    shapes: str | os.PathLike[str] | Sequence[Shape | Mapping[str, Any]],
+    shapes: str | os.PathLike[str] | Sequence[Shape | Mapping[str, Any]] | None = None,
     *,
+    from_misses: bool = False,
+    resume: bool = False,
     config: Config | str | os.PathLike[str] | None = None,
     cache: str | os.PathLike[str] | None = None,
     device: str | torch.device | None = None,
@@ -81,17 +90,22 @@ def warmup(
     router: Router | None = None,
     progress: Callable[[int, int, Key], None] | None = None,
 ) -> Report:
-    """Tune every key that shapes ask for and that has no measured decision yet.
+    """Tune every key that shapes or recorded misses ask for and that has no measured decision yet.
 
-    Each result is stored as soon as it is known; a kill loses only the key in flight.
+    Each result is stored as soon as it is known; a kill loses only the key in flight. On an accelerator with
+    flash-linear-attention installed (`[routing] fla`), that library's function is measured against the best of ours.
 
     Args:
         shapes: Path of a shapes file, or its rows.
+        from_misses: Also tune what calls on this environment asked for in vain, the most frequent first, ahead of the
+            shapes.
+        resume: Go on after earlier runs: a key whose budget ended before every candidate had its turn is tuned again,
+            one that failed is not.
         config: Settings, or the path of a `tuner.toml`; None finds them as `Config.load` does.
         cache: File of decisions; None takes the settings' one, else the user's cache folder.
         device: Where to tune; None takes the accelerator there is, else the CPU (Triton's interpreter).
-        ops: Names of the ops to tune; None means every one the shapes ask for.
-        budget_s: Seconds after which no further key is begun.
+        ops: Names of the ops to tune; None means every one that is asked for.
+        budget_s: Seconds for all of it: no key is begun after it, and the last one has what is left.
         router: Tunes and stores; tests pass one with a timer of their own.
         progress: Called before each key with its number, the number of keys, and the key.
 
@@ -99,48 +113,201 @@ def warmup(
         What was done, key by key.
 
     Raises:
-        ConfigError: Shapes or settings that cannot be used; nothing was tuned.
+        ConfigError: Shapes, settings or arguments that cannot be used, all in one message; nothing was tuned.
         UnsupportedProblemError: The CPU is asked for without Triton's interpreter.
     """
-    settings = config if isinstance(config, Config) else Config.load(config)
+    faults = Faults()
+    settings = Config()
+    with faults.gathered():
+        settings = config if isinstance(config, Config) else Config.load(config)
+    entries: Sequence[Shape] = ()
+    with faults.gathered():
+        if shapes is None and not from_misses:
+            raise ConfigError("nothing to warm up: name shapes (--shapes), or ask for the misses (--from-misses)")
+        if shapes is not None:
+            entries = load_shapes(shapes) if isinstance(shapes, (str, os.PathLike)) else parse_shapes(shapes)
+    for name in ops or ():
+        with faults.gathered():
+            registry.lookup(name)
+    with faults.gathered():
+        if budget_s is not None and not (math.isfinite(budget_s) and budget_s > 0):
+            raise ConfigError(f"budget: wanted a number of seconds above 0, got {budget_s:g}")
+    where = torch.device("cpu")
+    with faults.gathered():
+        where = devices.resolve(str(device) if device is not None else None)
+    faults.complain()
     if cache is not None:
         settings = settings.model_copy(update={"cache": settings.cache.model_copy(update={"path": os.fspath(cache)})})
-    entries = load_shapes(shapes) if isinstance(shapes, (str, os.PathLike)) else parse_shapes(shapes)
+    made = router or Router(settings, on_miss="tune")
     wanted, refused = keys(entries, settings.keys.bucket)
+    if from_misses:
+        missed, unknown = missed_keys(made, where, settings.keys.bucket)
+        wanted = list(dict.fromkeys([*missed, *wanted]))
+        refused += unknown
     if ops is not None:
         wanted = [(spec, key) for spec, key in wanted if spec.name in ops]
-    where = devices.resolve(str(device) if device is not None else None)
     for spec, _ in wanted[:1]:
         devices.require_running(spec.name, "float32", where)
-    made = router or Router(settings, on_miss="tune")
+    if settings.routing.fla and where.type != "cpu":
+        wanted = with_rivals(wanted)
     rows = [Row(key=None, status="unsupported", reason=reason) for reason in refused]
+    failed = failed_before(made, where) if resume else {}
     start = time.monotonic()
     interrupted = False
     try:
         for number, (spec, key) in enumerate(wanted):
-            if budget_s is not None and time.monotonic() - start > budget_s:
+            left_s = None if budget_s is None else budget_s - (time.monotonic() - start)
+            if left_s is not None and left_s <= 0:
                 rows.append(Row(key=key, status="left", reason=f"the budget of {budget_s:g} s was spent"))
+                continue
+            if key in failed:
+                rows.append(Row(key=key, status="left", reason=f"{failed[key]}; without --resume it is tried again"))
                 continue
             if progress is not None:
                 progress(number, len(wanted), key)
-            rows.append(warm_key(made, spec, key, where))
+            rows.append(warm_key(made, spec, key, where, left_s, again=resume))
     except KeyboardInterrupt:
         interrupted = True
     return Report(rows=tuple(rows), environment=environment(where), store=made.store.place, interrupted=interrupted)
 
 
-def warm_key(router: Router, spec: OpSpec, key: Key, device: torch.device) -> Row:
-    """Tune one key unless its measured decision is stored."""
+class Faults:
+    """What is wrong with the arguments, said all at once."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Within it, a complaint is kept instead of raised."""
+        try:
+            yield
+        except ConfigError as error:
+            self.found.append(str(error))
+
+    def complain(self) -> None:
+        """Raise `ConfigError` with everything that was kept."""
+        if self.found:
+            raise ConfigError("\n".join(self.found))
+
+
+def warm_key(
+    router: Router, spec: OpSpec, key: Key, device: torch.device, left_s: float | None = None, *, again: bool = False
+) -> Row:
+    """Tune one key unless its measured decision is stored.
+
+    Args:
+        router: Tunes and stores.
+        spec: The op.
+        key: The key, T as it is tuned.
+        device: Where.
+        left_s: Seconds left of the run; None for no end.
+        again: Whether a decision that was made before every candidate had its turn is made anew.
+    """
     if spec.nothing_to_choose(key) or len(spec.candidates(key)) == 1:
         return Row(key=key, status="trivial", reason="one head, one token or one candidate: nothing to choose")
     where = environment(device)
     found = router.stored_decision(spec, key, device)
-    if found is not None and found.source != "predicted":
+    if found is not None and found.source != "predicted" and not (again and unfinished(found)):
         return Row(key=key, status="stored", decision=found)
     start = time.monotonic()
+    ticket = push(router)  # another library's function is compared with ours as it is routed
     try:
-        router.tune(spec, key, device)
+        router.tune(spec, key, device, left_s)
     except LayoutTunerError as error:
-        return Row(key=key, status="failed", reason=str(error), seconds=time.monotonic() - start)
+        seconds = time.monotonic() - start
+        if left_s is not None and seconds >= CHECKING * left_s:
+            return Row(key=key, status="left", reason=f"the budget was spent: {error}", seconds=seconds)
+        remember_failure(router, key, where, str(error))
+        return Row(key=key, status="failed", reason=str(error), seconds=seconds)
+    finally:
+        remove(ticket)
     decision = router.store.lookup(key_record(key), where.id)
     return Row(key=key, status="tuned", decision=decision, seconds=time.monotonic() - start)
+
+
+def unfinished(decision: DecisionRecord) -> bool:
+    """Whether a decision was made before every candidate had its turn."""
+    return any(each.state == "skipped" and each.failure == "timeout" for each in decision.measurements)
+
+
+# -- what failed before, and what was missed ---------------------------------------------------------------------
+
+FAILED = "warm-up failed: "
+
+
+def remember_failure(router: Router, key: Key, where: Environment, reason: str) -> None:
+    """Note, beside the calls that asked for a key in vain, that tuning it failed."""
+    note = MissRecord(key=key_record(key), environment=where.id, count=0, reason=(FAILED + reason)[:MAX_REASON])
+    try:
+        router.store.record_misses([note])
+    except (CacheError, OSError) as error:  # a cache never fails an op
+        log.warning("cache: %s", error)
+
+
+def failed_before(router: Router, device: torch.device) -> dict[Key, str]:
+    """Keys that an earlier warm-up failed on, and why."""
+    found = router.store.missed(environment(device).id)
+    return {key_of(miss.key): miss.reason for miss in found if miss.reason.startswith(FAILED)}
+
+
+def missed_keys(router: Router, device: torch.device, bucket: str) -> tuple[list[tuple[OpSpec, Key]], list[str]]:
+    """What calls in this environment asked for in vain, the most frequent first, and what nothing here serves."""
+    wanted: dict[Key, OpSpec] = {}
+    refused = []
+    for miss in router.store.missed(environment(device).id):
+        key = bucketed(key_of(miss.key), bucket)
+        try:
+            spec = op_of(key)
+            spec.require(key)
+        except LayoutTunerError as error:
+            refused.append(f"{key}: {error}")
+            continue
+        wanted.setdefault(key, spec)
+    return [(spec, key) for key, spec in wanted.items()], refused
+
+
+# -- another library's functions -------------------------------------------------------------------------------
+
+
+def op_of(key: Key) -> OpSpec:
+    """The op of a key: one of ours, or ours against another library's.
+
+    Raises:
+        ConfigError: There is no such op here.
+    """
+    library, dot, name = key.op.partition(".")
+    if not dot:
+        return registry.lookup(key.op)
+    rival = rival_of(name) if library == "fla" else None
+    if rival is None:
+        raise ConfigError(f"no op {key.op!r} here: flash-linear-attention is not installed, or has no {name}")
+    return rival
+
+
+def with_rivals(wanted: Sequence[tuple[OpSpec, Key]]) -> list[tuple[OpSpec, Key]]:
+    """Each key, followed by the same with flash-linear-attention's function as the rival, where it has one."""
+    if importlib.util.find_spec("fla") is None:
+        return list(wanted)
+    both: dict[Key, OpSpec] = {}
+    for spec, key in wanted:
+        both.setdefault(key, spec)
+        rival = rival_of(spec.name)
+        if rival is not None:
+            both.setdefault(replace(key, op=rival.name), rival)
+    return [(spec, key) for key, spec in both.items()]
+
+
+@functools.cache
+def rival_of(op: str) -> OpSpec | None:
+    """An op of ours against flash-linear-attention's; None where that has none, or cannot be imported."""
+    try:
+        integration = importlib.import_module(".integrations.fla", __package__)
+        if op not in integration.HOMES or not integration.installed():
+            return None
+        importlib.import_module(integration.HOMES[op][0])
+        rival: OpSpec | None = integration.takeover(op).rivalry()
+    except Exception as error:  # whatever is wrong with a library, ours are tuned
+        log.warning("flash-linear-attention: %s is not measured: %s", op, error)
+        return None
+    return rival

@@ -19,19 +19,21 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # A module imports from its own row and from those above it. A folder counts as one.
 ROWS = (
     ("errors",),
-    ("config", "layouts", "keys"),
+    ("config", "layouts", "keys", "watchdog"),
     ("registry", "device", "numerics", "packing"),
-    ("environment", "measure", "reference", "launcher", "direct", "inputs", "shapes", "prepare"),
-    ("tuner",),
-    ("experiment", "decisions", "fitting"),
+    ("environment", "measure", "reference", "launcher", "direct", "inputs", "shapes", "forcing"),
+    ("counters", "footprint"),
+    ("prepare", "tuner"),
+    ("checking", "decisions", "fitting"),
+    ("experiment", "misses"),
     ("router",),
     ("ops",),
-    ("api", "warming", "ascend"),
+    ("api", "explanation", "warming", "ascend"),
     ("integrations",),
     ("cli",),
 )
 ROW = {name: number for number, names in enumerate(ROWS) for name in names}
-USES_CACHE = {"tuner", "decisions", "router", "warming", "cli"}
+USES_CACHE = {"tuner", "decisions", "explanation", "misses", "router", "warming", "cli"}
 # The device layer asks whether kernels are interpreted, and whether the interpreter multiplies right, of two kernels.
 USES_KERNELS = {"ops": None, "ascend": {"tiling"}, "device": {"time_axis", "probe"}}
 

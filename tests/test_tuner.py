@@ -2,17 +2,23 @@
 
 import itertools
 import random
+import threading
+import time
 from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
 
 import pytest
 import torch
-from timers import RIGHT, WRONG, Named, SetTimer, noisy_times, set_times, trial
+from timers import RIGHT, WRONG, Named, SetTimer, name_of, noisy_times, set_times, trial
 
 from layout_tuner.config import Measure, Tuning
+from layout_tuner.decisions import measurement_record
 from layout_tuner.errors import TuningError
 from layout_tuner.experiment import as_tuple
+from layout_tuner.measure import RunError
 from layout_tuner.numerics import error
-from layout_tuner.tuner import Check, Outcome, Runs, Trial, tune
+from layout_tuner.tuner import Check, Measurement, Outcome, Runs, Trial, tune
 
 MEASURE = Measure(warmup_rounds=1, min_rounds=15, max_rounds=15)
 DEFAULT = "a"
@@ -209,3 +215,130 @@ def test_a_place_in_the_round_that_is_faster_favours_nobody(lucky: int) -> None:
 def test_right_at_the_limit_is_right() -> None:
     assert Check(error=1e-4, limit=1e-4, output="dv").right
     assert RIGHT.right
+
+
+# -- time runs out, and what is known before -----------------------------------------------------------------------
+
+
+def hanging(name: str, gate: threading.Event, where: str = "check") -> Trial:
+    """A candidate that does not come back until the gate opens, as from a compiler or a device that hangs."""
+
+    def prepare() -> Runs:
+        if where == "prepare":
+            gate.wait(60.0)
+        return Runs(
+            end_to_end=Named(name), kernel=None, relayout=None, check=lambda: gate.wait(60.0) and RIGHT
+        )  # fmt: skip
+
+    return Trial(id=name, revision="r1", prepare=prepare)
+
+
+@pytest.mark.parametrize("where", ["prepare", "check"])
+def test_a_candidate_that_hangs_is_recorded_and_the_rest_is_timed(where: str) -> None:
+    gate = threading.Event()
+    start = time.monotonic()
+    outcome = decide(
+        [trial("a"), trial("b"), hanging("c", gate, where), trial("d")],
+        set_times({"a": 10.0, "b": 8.0, "c": 1.0, "d": 1.0}),
+        tuning=Tuning(budget_s=2.0),
+    )
+    gate.set()
+    assert time.monotonic() - start < 30.0
+    found = outcome.measurement("c")
+    assert (found.state, found.failure, found.samples) == ("failed", "timeout", ())
+    assert (outcome.measurement("d").state, outcome.measurement("d").failure) == ("skipped", "timeout")
+    assert outcome.winner == "b", "the best so far is kept"
+
+
+def test_a_default_that_hangs_is_an_error_within_the_budget() -> None:
+    gate = threading.Event()
+    with pytest.raises(TuningError, match=r"a: failed: TimeoutError: no result within its time; b: skipped"):
+        decide([hanging("a", gate), trial("b")], set_times({}), tuning=Tuning(budget_s=0.2))
+    gate.set()
+
+
+def test_compiling_leaves_a_fifth_of_the_budget_for_timing() -> None:
+    now = itertools.count(0.0, 30.0)
+    outcome = decide(
+        [trial("a"), trial("b"), trial("c"), trial("d")],
+        set_times({"a": 10.0, "b": 8.0, "c": 9.0}),
+        tuning=Tuning(budget_s=100.0),
+        clock=lambda: next(now),
+    )
+    assert [m.state for m in outcome.measurements] == ["ok", "ok", "skipped", "skipped"]
+    assert outcome.rounds == 1
+
+
+class Breaking(SetTimer):
+    """A timer under which one callable raises at its n-th run."""
+
+    def __init__(self, times: dict[str, float], name: str, error: Exception, runs: int) -> None:
+        super().__init__(lambda each, place: times[each])
+        self.name = name
+        self.error = error
+        self.runs = runs
+
+    def round_us(self, runs: Sequence[object]) -> list[float]:
+        names = [name_of(run) for run in runs]
+        if self.name in names:
+            self.runs -= 1
+            if self.runs < 0:
+                raise RunError(names.index(self.name), self.error)
+        return super().round_us(runs)
+
+
+@pytest.mark.parametrize("name", ["b", "b kernel", "b relayout"])
+@pytest.mark.parametrize("runs", [0, 7])
+def test_a_candidate_that_raises_while_it_is_timed_is_out_and_the_rest_is_timed_anew(name: str, runs: int) -> None:
+    times = {"a": 10.0, "b": 1.0, "b kernel": 1.0, "b relayout": 1.0, "c": 9.0}
+    timer = Breaking(times, name, RuntimeError("illegal address"), runs)
+    outcome = decide([trial("a"), trial("b", relayout=True), trial("c")], timer)
+    found = outcome.measurement("b")
+    assert (found.state, found.failure) == ("failed", "device")
+    assert "illegal address" in found.reason
+    assert (outcome.winner, outcome.rounds) == ("c", 15)
+
+
+def test_a_candidate_that_does_not_end_again_leaves_what_was_timed() -> None:
+    timer = Breaking({"a": 10.0, "b": 1.0, "c": 8.0}, "b", TimeoutError("it does not end"), 10)
+    outcome = decide([trial("a"), trial("b"), trial("c")], timer)
+    assert (outcome.measurement("b").state, outcome.measurement("b").failure) == ("failed", "timeout")
+    assert outcome.stopped == "broken"
+    assert outcome.winner == "c"
+
+
+def test_a_default_that_breaks_while_it_is_timed_is_out_too() -> None:
+    timer = Breaking({"a": 10.0, "b": 8.0}, "a", RuntimeError("illegal address"), 3)
+    outcome = decide([trial("a"), trial("b")], timer)
+    assert (outcome.winner, outcome.measurement("a").state) == ("b", "failed")
+    with pytest.raises(TuningError, match="illegal address"):
+        decide([trial("a")], Breaking({"a": 10.0}, "a", RuntimeError("illegal address"), 3))
+
+
+def test_what_is_known_to_fail_is_not_tried_and_stays_as_old_as_it_is() -> None:
+    when = datetime(2026, 1, 2, tzinfo=UTC)
+    known = Measurement(id="b", revision="r1", state="wrong", failure="wrong", reason="dv is off", measured_at=when)
+    untouchable = Trial(id="b", revision="r1", prepare=lambda: pytest.fail("it was tried"), known=known)
+    outcome = decide([trial("a"), untouchable, trial("c")], set_times({"a": 10.0, "b": 0.1, "c": 9.0}))
+    assert outcome.winner == "c"
+    assert outcome.measurement("b") is known
+    assert measurement_record(known).measured_at == when
+
+
+def test_only_bit_exact_candidates_where_that_is_asked_for() -> None:
+    exact, other = replace(RIGHT, exact=True), replace(RIGHT, exact=False)
+    trials = [trial("a"), trial("b", other), trial("c", exact), trial("d")]
+    times = {"a": 10.0, "b": 1.0, "c": 9.0, "d": 1.0}
+    assert decide(trials, set_times(times)).winner == "b"
+    outcome = decide(trials, set_times(times), tuning=Tuning(bit_exact=True))
+    assert outcome.winner == "c"
+    assert [(m.state, m.failure) for m in outcome.measurements] == [
+        ("ok", ""), ("skipped", ""), ("ok", ""), ("skipped", ""),
+    ]  # fmt: skip
+
+
+def test_a_layout_that_changes_bits_is_wrong() -> None:
+    differs = replace(RIGHT, exact=False, differs="dv: not the bits of a")
+    outcome = decide([trial("a"), trial("b", differs)], set_times({"a": 10.0, "b": 1.0}))
+    assert outcome.winner == "a"
+    assert (outcome.measurement("b").state, outcome.measurement("b").reason) == ("wrong", "dv: not the bits of a")

@@ -16,6 +16,7 @@ from layout_tuner import __version__
 if TYPE_CHECKING:
     from rich.console import Console
 
+FAILED = 1
 BAD_INPUT = 2
 INTERRUPTED = 130
 
@@ -40,17 +41,28 @@ def version_option(
 
 @contextmanager
 def exit_on_bad_input() -> Iterator[None]:
-    """Turn the project's own errors into one message on stderr and exit status 2, and Ctrl-C into 130."""
+    """Turn the project's own errors into one message on stderr and an exit status, and Ctrl-C into 130.
+
+    What cannot be used as it was given is bad input; what failed while it was worked on is a failure.
+    """
     from layout_tuner.errors import LayoutTunerError
 
     try:
         yield
     except LayoutTunerError as error:
         typer.echo(f"error: {error}", err=True)
-        sys.exit(BAD_INPUT)
+        sys.exit(FAILED if failed_at_work(error) else BAD_INPUT)
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         sys.exit(INTERRUPTED)
+
+
+def failed_at_work(error: Exception) -> bool:
+    """Whether what was given could be used, and something failed all the same: a key, a disk, another writer."""
+    from layout_tuner.errors import TuningError
+
+    fault = getattr(error, "fault", None)
+    return isinstance(error, TuningError) or getattr(fault, "value", "") in ("busy", "read only")
 
 
 def use_interpreter_on_cpu(device: str | None) -> None:

@@ -20,20 +20,26 @@ INTERPRETER_NOTE = (
 
 
 def warmup(
-    shapes: Annotated[Path, typer.Option(help="Shapes to tune, see examples/shapes.json.")],
+    shapes: Annotated[Path | None, typer.Option(help="Shapes to tune, see examples/shapes.json.")] = None,
+    from_misses: Annotated[
+        bool, typer.Option("--from-misses", help="Tune what calls here asked for in vain, the most frequent first.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Finish keys that ran out of their budget; pass over those that failed.")
+    ] = False,
     device: Annotated[
         str | None, typer.Option(help="npu, cuda, cuda:1, cpu; default: the accelerator there is, else the CPU.")
     ] = None,
     ops: Annotated[str | None, typer.Option(help="Only these ops, separated by commas.")] = None,
     cache: Annotated[Path | None, typer.Option(help="File of decisions; default: the user's cache folder.")] = None,
     config: Annotated[Path | None, typer.Option(help="Settings; default: tuner.toml here, if any.")] = None,
-    budget: Annotated[float | None, typer.Option(help="Begin no further key after so many seconds.")] = None,
+    budget: Annotated[float | None, typer.Option(help="Seconds for all of it.")] = None,
     target: Annotated[
         str | None, typer.Option(help="Predict for this Ascend model, such as Ascend910B3, without an NPU.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
-    """Tune every key that the shapes ask for and that has no decision yet, and store each result at once."""
+    """Tune every key that shapes or misses ask for and that has no decision yet, and store each result at once."""
     if cache is not None:
         from layout_tuner.cache.store import require_place
 
@@ -41,13 +47,23 @@ def warmup(
     if target is not None:
         from .predict import predict_shapes
 
+        if shapes is None:
+            raise typer.BadParameter("--target wants --shapes")
         predict_shapes(shapes, target, ops=chosen_ops(ops), cache=cache, config=config, json=json)
         return
     use_interpreter_on_cpu(device)
     from layout_tuner.warming import warmup as run
 
     report = run_with_progress(
-        run, shapes, config=config, cache=cache, device=device, ops=chosen_ops(ops), budget_s=budget
+        run,
+        shapes,
+        from_misses=from_misses,
+        resume=resume,
+        config=config,
+        cache=cache,
+        device=device,
+        ops=[name.strip() for name in ops.split(",")] if ops else None,
+        budget_s=budget,
     )
     if json:
         print_json(report_json(report))
@@ -72,7 +88,7 @@ def chosen_ops(names: str | None) -> list[str] | None:
     return chosen
 
 
-def run_with_progress(run: Any, shapes: Path, **named: Any) -> Report:
+def run_with_progress(run: Any, shapes: Path | None, **named: Any) -> Report:
     """The library's warm-up with a bar on stderr."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

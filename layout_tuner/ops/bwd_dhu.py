@@ -174,7 +174,11 @@ SPEC = register(
             _state("h0"),
             _state("dht"),
         ),
-        outputs=(Output(name="dh"), Output(name="dh0", needs="h0"), Output(name="dv2")),
+        outputs=(
+            Output(name="dh", dims="B NT HV K V"),
+            Output(name="dh0", needs="h0"),
+            Output(name="dv2", dims="B T HV V"),
+        ),
         options=(
             Option(name="state_v_first", default=False),
             Option(name="chunk_size", default=64, entry="BT"),

@@ -137,7 +137,7 @@ SPEC = register(
             Operand(name="g_gamma", dims="HV", optional=True, fill="rate", dtypes=DTYPES, must_match=False),
             Operand(name="A", dims="B T HV BT", optional=True, fill="unit_lower", must_match=False),
         ),
-        outputs=(Output(name="dv"),),
+        outputs=(Output(name="dv", dims="B T HV V"),),
         options=(Option(name="chunk_size", default=64, entry="BT"),),
         scalars=("scale",),
         layout_groups=(("g",),),

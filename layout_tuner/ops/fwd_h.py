@@ -168,7 +168,11 @@ SPEC = register(
                 must_match=False,
             ),
         ),
-        outputs=(Output(name="h"), Output(name="v_new"), Output(name="final_state")),
+        outputs=(
+            Output(name="h", dims="B NT HV K V"),
+            Output(name="v_new", dims="B T HV V"),
+            Output(name="final_state", dims="N HV K V"),
+        ),
         options=(
             Option(name="output_final_state", default=False),
             Option(name="chunk_size", default=64, entry="BT"),

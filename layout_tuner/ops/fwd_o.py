@@ -129,7 +129,7 @@ SPEC = register(
             Operand(name="g", dims="B T HV", optional=True, time_axis=True, fill="cumulative_decay"),
             Operand(name="g_gamma", dims="HV", optional=True, fill="rate", must_match=False),
         ),
-        outputs=(Output(name="o"),),
+        outputs=(Output(name="o", dims="B T HV V"),),
         options=(
             Option(name="state_v_first", default=False),
             Option(name="chunk_size", default=64, entry="BT"),

@@ -189,7 +189,7 @@ SPEC = register(
             Operand(name="A_log", dims="HV", must_match=False),
             Operand(name="dt_bias", dims="HV", optional=True, must_match=False),
         ),
-        outputs=(Output(name="out", time_axis=True),),
+        outputs=(Output(name="out", dims="B T HV", time_axis=True),),
         options=(
             Option(name="chunk_size", default=64, entry="BT"),
             Option(name="output_dtype", default="float32"),

@@ -594,7 +594,11 @@ SPEC = register(
             Operand(name="do", dims="B T HV V", optional=True, given_with=("grad",)),
             _state("dht", given_with=("grad", "output_final_state")),
         ),
-        outputs=(Output(name="o"), Output(name="final_state"), *[Output(name=name) for name in Gradients._fields]),
+        outputs=(
+            Output(name="o", dims="B T HV V"),
+            Output(name="final_state", dims="N HV K V"),
+            *[Output(name=name, dims="N HV K V" if name == "dh0" else "") for name in Gradients._fields],
+        ),
         options=(
             _flag("output_final_state"),
             _flag("use_qk_l2norm_in_kernel"),

@@ -145,7 +145,11 @@ SPEC = register(
             Operand(name="g", dims="B T HV", optional=True, time_axis=True, fill="cumulative_decay"),
             Operand(name="beta", dims="B T HV", time_axis=True, fill="strength"),
         ),
-        outputs=(Output(name="w"), Output(name="u"), Output(name="A")),
+        outputs=(
+            Output(name="w", dims="B T HV K"),
+            Output(name="u", dims="B T HV V"),
+            Output(name="A", dims="B T HV BT"),
+        ),
         options=(Option(name="chunk_size", default=64, entry="BT"),),
         layout_groups=(("g", "beta"),),
         variants=("full",),

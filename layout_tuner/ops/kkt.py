@@ -101,7 +101,7 @@ SPEC = register(
             Operand(name="g", dims="B T HV", optional=True, time_axis=True, fill="cumulative_decay"),
             Operand(name="beta", dims="B T HV", time_axis=True, fill="strength"),
         ),
-        outputs=(Output(name="A"),),
+        outputs=(Output(name="A", dims="B T HV BT"),),
         options=(
             Option(name="chunk_size", default=64, entry="BT"),
             Option(name="output_dtype", default="float32"),

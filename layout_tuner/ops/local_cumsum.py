@@ -118,7 +118,7 @@ SPEC = register(
     OpSpec(
         name="chunk_local_cumsum",
         operands=(Operand(name="g", dims="B T HV", time_axis=True, fill="decay"),),
-        outputs=(Output(name="out", time_axis=True),),
+        outputs=(Output(name="out", dims="B T HV", time_axis=True),),
         options=(
             Option(name="chunk_size", default=64, entry="BT"),
             Option(name="reverse", default=False),

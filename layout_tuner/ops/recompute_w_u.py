@@ -104,7 +104,7 @@ SPEC = register(
             Operand(name="A", dims="B T HV BT", fill="unit_lower", must_match=False),
             Operand(name="g", dims="B T HV", optional=True, time_axis=True, fill="cumulative_decay"),
         ),
-        outputs=(Output(name="w"), Output(name="u")),
+        outputs=(Output(name="w", dims="B T HV K"), Output(name="u", dims="B T HV V")),
         layout_groups=(("g", "beta"),),
         variants=("full",),
         sources=("recompute_w_u",),

@@ -90,7 +90,7 @@ SPEC = register(
     OpSpec(
         name="solve_tril",
         operands=(Operand(name="A", dims="B T HV BT", fill="strictly_lower"),),
-        outputs=(Output(name="X"),),
+        outputs=(Output(name="X", dims="B T HV BT"),),
         options=(Option(name="output_dtype", default="float32"),),
         variants=("blocks",),
         sources=("solve_tril",),

@@ -1,0 +1,156 @@
+"""Why a call runs what it runs: the decision for its key and its evidence, or the nearest key that has one."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from layout_tuner.cache.records import DecisionRecord
+
+from . import device as devices
+from . import ops as _ops  # noqa: F401  registers every op
+from .config import Config
+from .decisions import key_of, key_record
+from .environment import environment
+from .errors import ConfigError
+from .keys import Key, parse_form
+from .registry import SIZES, OpSpec
+from .router import Router
+from .shapes import keys, parse_shapes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """Why a key runs what it runs.
+
+    Attributes:
+        key: The key, T as it is tuned.
+        environment: Id of the environment it was asked for.
+        candidate: What runs.
+        source: `pinned`, `measured`, `imported`, `predicted`, or `default`.
+        reason: One sentence.
+        decision: The decision it follows, with its evidence; None for the default.
+        layer: Which file or server holds the decision.
+        nearest: The stored key of the op, in the same environment, that differs least; only where there is no decision.
+        differing: Names of what differs between the two keys, each with what is asked for and what is stored.
+    """
+
+    key: Key
+    environment: str
+    candidate: str
+    source: str
+    reason: str
+    decision: DecisionRecord | None = None
+    layer: str = ""
+    nearest: DecisionRecord | None = None
+    differing: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+
+
+def explain(
+    op: str,
+    shape: Mapping[str, Any],
+    *,
+    form: str | None = None,
+    config: Config | str | os.PathLike[str] | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    device: str | torch.device | None = None,
+) -> tuple[Explanation, ...]:
+    """Say what runs for a shape, and why; nothing is run, tuned or stored.
+
+    Args:
+        op: Name of an op.
+        shape: A row of a shapes file without `op`: `{"B": 2, "T": 2048, "H": 4, "K": 64, "dtype": "bf16"}`.
+        form: A standard form's name, or a form's text; None means each of the op's standard forms.
+        config: Settings, or the path of a `tuner.toml`; None finds them as `Config.load` does.
+        cache: File of decisions; None takes the settings' one, else the user's cache folder.
+        device: Where it would run; None takes the accelerator there is, else the CPU.
+
+    Returns:
+        One explanation for each form.
+
+    Raises:
+        ConfigError: Something that cannot be used; one message names all of it.
+    """
+    settings = config if isinstance(config, Config) else Config.load(config)
+    if cache is not None:
+        settings = settings.model_copy(update={"cache": settings.cache.model_copy(update={"path": os.fspath(cache)})})
+    row = dict(shape) | {"op": op} | ({} if form is None else {"forms": [form]})
+    wanted, refused = keys(parse_shapes([row], "shape"), settings.keys.bucket)
+    if refused:
+        raise ConfigError("; ".join(refused))
+    where = devices.resolve(str(device) if device is not None else None)
+    router = Router(settings, on_miss="default")
+    with closing(router):
+        return tuple(explain_key(router, spec, key, where) for spec, key in wanted)
+
+
+def explain_key(router: Router, spec: OpSpec, key: Key, device: torch.device) -> Explanation:
+    """Why a key runs what it runs."""
+    here = environment(device).id
+    default = spec.default(key, devices.chip(device)).id
+    if spec.nothing_to_choose(key) or len(spec.candidates(key)) == 1:
+        reason = "one head, one token or one candidate: nothing to choose"
+        return Explanation(key=key, environment=here, candidate=default, source="default", reason=reason)
+    found = router.resolution(spec, key, device)
+    if found is not None:
+        record = found.record
+        reason = f"{record.source} in {found.layer.name}: " + gain_text(record)
+        return Explanation(
+            key=key, environment=here, candidate=record.candidate, source=record.source, reason=reason,
+            decision=record, layer=found.layer.name,
+        )  # fmt: skip
+    stored = [record for record in router.store.decisions(environment=here, op=key.op) if record.key != key_record(key)]
+    nearest = min(stored, key=lambda record: distance(key, key_of(record.key)), default=None)
+    if nearest is None:
+        reason = f"no decision of {key.op} is stored for this environment"
+        return Explanation(key=key, environment=here, candidate=default, source="default", reason=reason)
+    differing = differences(key, key_of(nearest.key))
+    reason = "no decision for this key; the nearest one differs in " + ", ".join(
+        f"{name} ({ours} asked for, {theirs} stored)" for name, (ours, theirs) in differing.items()
+    )
+    return Explanation(
+        key=key, environment=here, candidate=default, source="default", reason=reason,
+        nearest=nearest, differing=differing,
+    )  # fmt: skip
+
+
+def gain_text(record: DecisionRecord) -> str:
+    """By how much a decision's winner wins."""
+    if record.candidate == record.default_candidate or not record.gain:
+        return f"{record.candidate}, the default: nothing is faster beyond the noise"
+    bounds = ""
+    if record.gain_low is not None and record.gain_high is not None:
+        bounds = f" [{100 * record.gain_low:.1f}, {100 * record.gain_high:.1f}]"
+    return f"{record.candidate} saves {100 * record.gain:.1f} %{bounds} of {record.default_candidate}"
+
+
+def fields_of(key: Key) -> dict[str, str]:
+    """What makes a key, by name; entries of its form apart."""
+    named = {name: str(getattr(key, name)) for name in SIZES}
+    named |= {"varlen": str(key.varlen), "dtype": key.dtype}
+    return named | {f"form {name}": value for name, value in parse_form(key.form).entries.items()}
+
+
+def differences(asked: Key, stored: Key) -> dict[str, tuple[str, str]]:
+    """What differs between two keys of an op: name, what the one has, what the other has."""
+    ours, theirs = fields_of(asked), fields_of(stored)
+    return {
+        name: (ours.get(name, "absent"), theirs.get(name, "absent"))
+        for name in dict.fromkeys([*ours, *theirs])
+        if ours.get(name) != theirs.get(name)
+    }
+
+
+def distance(asked: Key, stored: Key) -> tuple[int, float, str]:
+    """Sort key of nearness: how many things differ, then how far apart the sizes are, by octaves."""
+    octaves = sum(
+        abs(math.log2(max(getattr(asked, name), 1)) - math.log2(max(getattr(stored, name), 1))) for name in SIZES
+    )
+    return len(differences(asked, stored)), octaves, str(stored)
