@@ -63,7 +63,7 @@ ascend: .venv-ascend/.installed
 	if [ -n "$$missing" ]; then echo "running compiled kernels on this CPU also needs$$missing:" \
 	  "apt-get install mlir-19-tools llvm-19 clang-19"; fi
 
-## make ascend-test what lowers, counts and runs kernels for Ascend, and half of the gate, every pair of properties in it
+## make ascend-test what lowers, counts and runs kernels for Ascend, and half of the gate: every pair of properties
 ascend-test: $(INSTALLED) ascend
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) -m "not nightly" tests/ascend
 

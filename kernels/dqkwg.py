@@ -26,6 +26,7 @@ from .time_axis import (
     clear_outside_rows,
     clear_outside_time_axis,
     locate_chunk,
+    store_time_axis,
     time_axis_offset,
     time_axis_stride,
 )
@@ -104,7 +105,7 @@ def _store_dg(
     """Stores dG of chunk `i_t` of one value head."""
     stride: tl.constexpr = time_axis_stride(HV, DG_T_CONTIG)
     p_dg = dg + time_axis_offset(i_b, bos, i_h, T, HV, DG_T_CONTIG) + tl.cast(i_t, tl.int64) * BT * stride
-    tl.store(p_dg + o_c * stride, b_dG.to(dg.dtype.element_ty), mask=m_t)
+    store_time_axis(p_dg, o_c, b_dG, m_t, HV, DG_T_CONTIG)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ decay; only the causal mask is applied to it then.
 import triton
 import triton.language as tl
 
-from .time_axis import clear_outside_rows, locate_chunk, time_axis_offset, time_axis_stride
+from .time_axis import clear_outside_rows, load_time_axis, locate_chunk, time_axis_offset, time_axis_stride
 
 
 @triton.jit
@@ -211,14 +211,14 @@ def chunk_bwd_dv_local_sub(
                 m_row = i_t * BT + o_row < length
                 b_g_row = tl.zeros([BC], dtype=tl.float32)
                 if USE_G:
-                    b_g_row = tl.load(p_g + o_row * stride, mask=m_row, other=0.0).to(tl.float32)
+                    b_g_row = load_time_axis(p_g, o_row, m_row, HV, G_T_CONTIG).to(tl.float32)
                 b_dv = tl.zeros([BC, BV], dtype=tl.float32)
                 for i_s in tl.static_range(i_r, BT, BC):
                     o_col = i_s + o_c
                     m_col = i_t * BT + o_col < length
                     b_g_col = tl.zeros([BC], dtype=tl.float32)
                     if USE_G:
-                        b_g_col = tl.load(p_g + o_col * stride, mask=m_col, other=0.0).to(tl.float32)
+                        b_g_col = load_time_axis(p_g, o_col, m_col, HV, G_T_CONTIG).to(tl.float32)
                     b_A = _product(
                         p_q, p_k, p_A, o_row, o_col, m_row, m_col, scale, H, HV, K, BT, BK, USE_A, DOT_PRECISION
                     )

@@ -155,3 +155,35 @@ def chunk_gated_delta_rule_fwd_intra_tiles(
     if element_bytes == 4:
         return True, 2, 16
     return True, 4, power_of_two(K, 16, 64)
+
+
+# Bytes of a vector core's unified buffer, and of a matrix core's L1 and accumulators: Ascend A2 and A3, A5 has more.
+ASCEND_BYTES = {"unified buffer": 192 * 1024, "L1": 512 * 1024, "L0C": 128 * 1024}
+
+
+def on_chip_bytes(kernel: str, element_bytes: int, **tiles: int) -> tuple[int, int, int] | None:
+    """Unified buffer, L1 and L0C that bishengir 1.2.0 plans for a kernel where there is room; None if not known.
+
+    Calibrated against its plans: `python -m layout_tuner.ascend.tiles OP` prints both. Operands of products lie in L1
+    twice, their results in L0C once, both exactly as written here. The unified buffer is an upper bound, for it
+    depends on how many tasks are kept in flight. Short of room the compiler keeps fewer copies; half always is needed.
+
+    Args:
+        kernel: Name of the kernel.
+        element_bytes: Size of an element of the operands.
+        tiles: BT, BK and BV, as the kernel takes them.
+    """
+    BT, BK, BV = tiles["BT"], tiles["BK"], tiles["BV"]
+    twice = 2 * element_bytes
+    state = 8 if element_bytes == 2 else 7
+    if kernel == "chunk_bwd_dv_local_full":
+        return 2432 * BT, twice * BT * (2 * BK + BT + BV), 4 * BT * (BT + BV)
+    if kernel == "chunk_fwd_o":
+        return 1584 * BT + 14 * BT * BV, twice * (BT * (2 * BK + BT + BV) + BK * BV), 4 * BT * (BT + 2 * BV)
+    if kernel == "recompute_w_u_fwd":
+        return 400 * BT, twice * BT * (2 * BT + BK + BV), 4 * BT * (BK + BV)
+    if kernel == "chunk_gated_delta_rule_fwd_h":
+        return BV * (state * BK + 6 * BT) + 3072, twice * (BT * (2 * BK + BV) + BK * BV), 4 * BV * (BT + BK)
+    if kernel == "chunk_gated_delta_rule_bwd_dhu":
+        return BV * (state * BK + 9 * BT) + 3072, twice * (BT * (3 * BK + 2 * BV) + BK * BV), 4 * BV * (BT + BK)
+    return None

@@ -149,3 +149,43 @@ def clear_outside_time_axis(
     """Zero every token of a packed time-axis output `[1, T, HV]` that no sequence covers, in either layout."""
     clear_time_axis(p_out, 0, tl.load(cu_seqlens).to(tl.int32), T, HV, T_CONTIG, BLOCK)
     clear_time_axis(p_out, tl.load(cu_seqlens + N).to(tl.int32), T, T, HV, T_CONTIG, BLOCK)
+
+
+@triton.jit
+def load_time_axis(
+    p_x,
+    o_t,
+    m_t,
+    HV: tl.constexpr,
+    T_CONTIG: tl.constexpr,
+):
+    """Tokens `o_t` of one head, counted from `p_x`; 0 where `m_t` does not hold."""
+    if T_CONTIG:
+        b_x = tl.load(p_x + o_t, mask=m_t, other=0.0)
+    else:
+        # bishengir 1.2.0 gives each element of a strided load 32 bytes of on-chip memory, and then each element of
+        # what is computed from it. The sum over rows of 32 bytes, of which the first column is read, stops that.
+        o_x = tl.arange(0, 8)
+        b_x = tl.load(p_x + o_t[:, None] * HV + o_x[None, :], mask=m_t[:, None] & (o_x == 0)[None, :], other=0.0)
+        b_x = tl.sum(b_x, axis=1)
+    return b_x
+
+
+@triton.jit
+def store_time_axis(
+    p_x,
+    o_t,
+    b_x,
+    m_t,
+    HV: tl.constexpr,
+    T_CONTIG: tl.constexpr,
+):
+    """Store tokens `o_t` of one head, counted from `p_x`, where `m_t` holds."""
+    b_x = b_x.to(p_x.dtype.element_ty)
+    if T_CONTIG:
+        tl.store(p_x + o_t, b_x, mask=m_t)
+    else:
+        # As above, and then each element of the tile that it was summed from: only the first column is stored.
+        o_x = tl.arange(0, 8)
+        b_x = tl.broadcast_to(b_x[:, None], [b_x.shape[0], 8])
+        tl.store(p_x + o_t[:, None] * HV + o_x[None, :], b_x, mask=m_t[:, None] & (o_x == 0)[None, :])

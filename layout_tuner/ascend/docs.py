@@ -34,6 +34,22 @@ one whole sequence of one head, at B=2 T=2048 H=4 HV=8 K=V=64, chunks of 64, bf1
 0.5.2 under the same compiler; where it spreads an op over several kernels, their counts are added up and UB is the
 largest. `+` marks a number above the public one.
 """
+ABOVE: Final = """
+## Why some numbers are above the public ones
+- UB of chunk_bwd_dv_local: the kernel loops over its tasks, and where a task is one pass over V the compiler keeps four
+  of them in flight, with four copies of the decay (4 x 64 x 64 fp32, 65,536 bytes), and the causal mask from task to
+  task (32,768). Where a task takes two passes over V it does not, and `full` takes 56,672 bytes, `sub` 41,856:
+  `python -m layout_tuner.ascend.tiles chunk_bwd_dv_local --width 256,256`.
+- Workspace of its `full`: 48 KiB, for the whole 64 x 64 tile goes from the matrix core to the vector core (fp32) and
+  back (bf16). `sub` leaves out the quarter above the diagonal, as the public kernel does, and moves the same 36 KiB;
+  for that it reads q and do one and a half times, in more bursts. `full` takes fewer bursts than the public kernel.
+- UB of chunk_bwd_dqkwg and prepare_wy_repr_bwd: one kernel does what the public ones spread over two and seven, and the
+  compiler fills the memory with copies of what is loaded ahead. Bytes read, workspace and bursts are about half.
+- `narrow` candidates of the state's kernels take half the columns of the state a task, so that there are twice as many
+  tasks, and read q, k and w once for each: for batches with few sequences and heads.
+- Bursts under 32 bytes, strided loads and deinterleaves of STRIDE_HV candidates are what that layout costs; the public
+  rows beside them have none where the public kernel exists T-contiguous only.
+"""
 PREDICTION: Final = """
 ## The rule of predictions
 {rule}
@@ -68,6 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.stdout.write(INTRODUCTION.format(version=version, ub=f"{target.ub_bytes:,}", target=target.name))
     for line in comparison(zip(standard, reports, strict=False)):
         sys.stdout.write(line + "\n")
+    sys.stdout.write(ABOVE)
     for line in downgrades(gate.rows(everything, reports[len(standard) :])):
         sys.stdout.write(line + "\n")
     sys.stdout.write(PREDICTION.format(rule=RULE))
@@ -86,8 +103,12 @@ def comparison(found: Iterable[tuple[Case, CandidateReport]]) -> list[str]:
     for case, report in found:
         layout = "c" if gate.contiguous(case) or not case.spec.time_operands else "s"
         public = public_rows(case.spec.name, layout)
+        if case.spec.name != last:
+            last = case.spec.name
+            names = ", ".join(row.name for row in PUBLISHED if row.op == last)
+            lines.append(f"| **{last}** (public: {names or 'none'}) | | | | | | | | | |")
         if not report.ok:
-            lines.append(f"| {case.spec.name} {report.candidate} | does not compile |")
+            lines.append(f"| {report.candidate} | does not compile | | | | | | | | |")
             continue
         totals = report.totals()
         work = SEQUENCES if case.spec.name in WHOLE_SEQUENCE else CHUNKS
@@ -102,10 +123,6 @@ def comparison(found: Iterable[tuple[Case, CandidateReport]]) -> list[str]:
             (totals["scalarised_elements"] / work, _sum(row.scalarised_elements for row in public)),
             (totals["vector_calls"] / work, None),
         )
-        if case.spec.name != last:
-            last = case.spec.name
-            names = ", ".join(row.name for row in PUBLISHED if row.op == last)
-            lines.append(f"| **{last}** (public: {names or 'none'}) | | | | | | | | | |")
         cells = " | ".join(_cell(ours, theirs) for ours, theirs in pairs)
         lines.append(f"| {report.candidate} | {cells} |")
     return lines

@@ -355,7 +355,7 @@ _VIEW_AT: Final = {"memref.load": 0, "memref.store": 1}
 def _unknown_view(value: Value) -> View | None:
     """A region of which only the type is known: what an operation gave that is not followed."""
     memref = MemRef.parse(value.type)
-    return memref and View("", memref.space, None, memref.shape, memref.strides, memref.bits)
+    return None if memref is None else View("", memref.space, None, memref.shape, memref.strides, memref.bits)
 
 
 def _filled(static: Sequence[int], dynamic: Iterator[Any]) -> tuple[int | None, ...]:

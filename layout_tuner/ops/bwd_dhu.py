@@ -10,7 +10,7 @@ from layout_tuner.kernels import tiling
 from .. import launcher, reference, router
 from ..packing import prepare_chunk_offsets
 from ..registry import Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
-from .sizes import default_width
+from .sizes import default_width, require_room
 
 
 def chunk_gated_delta_rule_bwd_dhu(
@@ -81,6 +81,7 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
     BK, BV, prefetch = tiling.chunk_gated_delta_rule_bwd_dhu_tiles(
         candidate.variant, K, V, BT, problem.element_bytes, problem.chip.tiles
     )
+    require_room(problem, candidate, "chunk_gated_delta_rule_bwd_dhu", BT=BT, BK=BK, BV=BV)
     v_first, wants_dh0 = problem.form.flag("state_v_first"), problem.has("h0")
     kernel = launcher.bind(
         kernels.chunk_gated_delta_rule_bwd_dhu,

@@ -11,7 +11,7 @@ from layout_tuner.kernels import tiling
 from .. import launcher, reference, router
 from ..prepare import present
 from ..registry import DTYPES, Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
-from .sizes import chunk_counts
+from .sizes import chunk_counts, require_room
 
 
 def chunk_bwd_dv_local(
@@ -68,6 +68,8 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
     key, BT = problem.key, problem.BT
     H, HV, K, V = key.H, key.HV, key.K, key.V
     BC, BK, BV = tiling.chunk_bwd_dv_local_tiles(candidate.variant, K, V, BT, problem.element_bytes, problem.chip.tiles)
+    if candidate.variant == "full":
+        require_room(problem, candidate, "chunk_bwd_dv_local_full", BT=BT, BK=BK, BV=BV)
     constants: dict[str, launcher.Constant] = dict(
         H=H,
         HV=HV,

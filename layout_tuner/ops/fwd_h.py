@@ -10,7 +10,7 @@ from layout_tuner.kernels import tiling
 from .. import launcher, reference, router
 from ..packing import prepare_chunk_indices, prepare_chunk_offsets
 from ..registry import Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
-from .sizes import default_width
+from .sizes import default_width, require_room
 
 
 def chunk_gated_delta_rule_fwd_h(
@@ -84,6 +84,7 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
     BK, BV, prefetch = tiling.chunk_gated_delta_rule_fwd_h_tiles(
         candidate.variant, K, V, BT, problem.element_bytes, problem.chip.tiles
     )
+    require_room(problem, candidate, "chunk_gated_delta_rule_fwd_h", BT=BT, BK=BK, BV=BV)
     output_final_state, v_first = form.flag("output_final_state"), form.flag("state_v_first")
     save_new_value = form.entries.get("save_new_value") != "0"
     kernel = launcher.bind(

@@ -9,7 +9,7 @@ from layout_tuner.kernels import tiling
 
 from .. import launcher, reference, router
 from ..registry import Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
-from .sizes import chunk_counts
+from .sizes import chunk_counts, require_room
 
 
 def chunk_fwd_o(
@@ -63,6 +63,7 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
     key, BT = problem.key, problem.BT
     H, HV, K, V = key.H, key.HV, key.K, key.V
     BK, BV = tiling.chunk_fwd_o_tiles(candidate.variant, K, V, BT, problem.element_bytes, problem.chip.tiles)
+    require_room(problem, candidate, "chunk_fwd_o", BT=BT, BK=BK, BV=BV)
     kernel = launcher.bind(
         kernels.chunk_fwd_o,
         H=H,

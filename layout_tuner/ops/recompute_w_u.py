@@ -9,7 +9,7 @@ from layout_tuner.kernels import tiling
 
 from .. import launcher, reference, router
 from ..registry import Candidate, Launch, Operand, OpSpec, Output, Problem, register
-from .sizes import chunk_counts
+from .sizes import chunk_counts, require_room
 
 
 def recompute_w_u_fwd(
@@ -54,6 +54,7 @@ def bind_w_u(problem: Problem, candidate: Candidate) -> launcher.BoundKernel:
     BK, BV = tiling.recompute_w_u_fwd_tiles(
         candidate.variant, key.K, key.V, problem.BT, problem.element_bytes, problem.chip.tiles
     )
+    require_room(problem, candidate, "recompute_w_u_fwd", BT=problem.BT, BK=BK, BV=BV)
     return launcher.bind(
         kernels.recompute_w_u_fwd,
         H=key.H,

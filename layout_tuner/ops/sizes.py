@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from layout_tuner.kernels import tiling
+
 from ..device import Chip
+from ..errors import UnsupportedProblemError
 from ..keys import Key
+from ..registry import Candidate, Problem
 
 WIDE_COLUMNS = 64
 
@@ -29,3 +33,22 @@ def default_width(key: Key, chip: Chip) -> str:
     """
     wide_programs = key.B * key.HV * -(-key.V // WIDE_COLUMNS)
     return "narrow" if chip.kind == "cuda" and wide_programs < chip.cores else "wide"
+
+
+def require_room(problem: Problem, candidate: Candidate, kernel: str, **tiles: int) -> None:
+    """Refuse a kernel whose tiles an Ascend core has no memory for, even with one copy of each.
+
+    Raises:
+        UnsupportedProblemError: Names each memory with the bytes wanted and available.
+    """
+    if problem.chip.kind != "npu":
+        return
+    planned = tiling.on_chip_bytes(kernel, problem.element_bytes, **tiles)
+    over = [
+        f"{candidate.id}: tiles {', '.join(f'{name}={size}' for name, size in tiles.items())} need {wanted // 2:,} "
+        f"bytes of {memory}, an Ascend core has {limit:,}"
+        for wanted, (memory, limit) in zip(planned or (), tiling.ASCEND_BYTES.items())
+        if wanted // 2 > limit
+    ]
+    if over:
+        raise UnsupportedProblemError(problem.key.op, over)

@@ -1,0 +1,92 @@
+"""Memory that tiles take: predicted against planned, and refused before launch where there is none."""
+
+import dataclasses
+
+import pytest
+import torch
+from layout_tuner.kernels import tiling
+
+from layout_tuner import ops, registry
+from layout_tuner.ascend import gate, tiles
+from layout_tuner.ascend.candidates import Case, cases_of, chip_of, compile_candidates, launches
+from layout_tuner.ascend.compiler import Compiler
+from layout_tuner.ascend.targets import target_named
+from layout_tuner.errors import UnsupportedProblemError
+from layout_tuner.inputs import synthesize
+from layout_tuner.prepare import Prepared
+from layout_tuner.registry import Problem
+
+pytestmark = pytest.mark.ascend
+
+assert ops, "importing the ops registers them"
+B3 = target_named("Ascend910B3")
+PREDICTED = (
+    "chunk_bwd_dv_local",
+    "chunk_fwd_o",
+    "chunk_gated_delta_rule_bwd_dhu",
+    "chunk_gated_delta_rule_fwd_h",
+    "recompute_w_u_fwd",
+)
+
+
+def predictable(op: str, K: int, V: int, dtype: str) -> list[Case]:
+    spec = registry.lookup(op)
+    key = gate.key(spec, K, V, dtype, False, next(iter(spec.forms.values())))
+    return [case for case in cases_of(spec, key) if gate.contiguous(case)]
+
+
+@pytest.mark.parametrize(("K", "V", "dtype"), [(64, 64, "bfloat16"), (256, 256, "float32")])
+@pytest.mark.parametrize("op", PREDICTED)
+def test_predictions_hold_against_the_compilers_plans(op: str, K: int, V: int, dtype: str, compiler: Compiler) -> None:
+    cases = predictable(op, K, V, dtype)
+    element_bytes = 2 if dtype == "bfloat16" else 4
+    seen = 0
+    for report in compile_candidates(cases, compiler):
+        for kernel in report.kernels:
+            sizes = {name: kernel.constexprs[name] for name in ("BT", "BK", "BV")}
+            found = tiling.on_chip_bytes(kernel.kernel, element_bytes, **sizes)
+            if found is None:
+                continue
+            seen += 1
+            assert kernel.facts is not None, kernel.error
+            planned = (kernel.facts.ub_bytes, kernel.facts.l1_bytes, kernel.facts.l0c_bytes)
+            limits = (B3.ub_bytes, B3.l1_bytes, B3.l0c_bytes)
+            # At most as many copies as predicted; of L1 and L0C exactly as many where they fit.
+            assert all(plan <= most for plan, most in zip(planned, found, strict=True)), (kernel.kernel, found, planned)
+            for plan, most, limit in list(zip(planned, found, limits, strict=True))[1:]:
+                assert plan == min(most, limit), (kernel.kernel, found, planned)
+    assert seen
+
+
+def test_the_limits_are_the_targets() -> None:
+    assert tuple(tiling.ASCEND_BYTES.values()) == (B3.ub_bytes, B3.l1_bytes, B3.l0c_bytes)
+
+
+def test_tiles_without_room_are_refused_before_launch(monkeypatch: pytest.MonkeyPatch, compiler: Compiler) -> None:
+    monkeypatch.setattr(tiling, "chunk_fwd_o_tiles", lambda *sizes: (64, 1024))
+    case = predictable("chunk_fwd_o", 64, 64, "bfloat16")[0]
+    message = r"chunk_fwd_o: full/g=T_CONTIG: tiles BT=64, BK=64, BV=1024 need 270,336 bytes of L0C, an Ascend core has"
+    call = synthesize(case.spec, case.key, "cpu")
+    with pytest.raises(UnsupportedProblemError, match=f".*{message[13:]} 131,072"):
+        Prepared(case.spec, Problem(key=case.key, chip=chip_of(B3)), case.candidate, call)
+    # The compiler has no room either.
+    monkeypatch.undo()
+    (launch,), _ = launches(case, B3)
+    answer = compiler.lower(tiles.with_tiles(launch, {"BK": 64, "BV": 1024}).request())
+    assert not answer.ok
+    assert answer.overflow is not None
+
+
+def test_elsewhere_there_is_nothing_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiling, "chunk_fwd_o_tiles", lambda *sizes: (64, 1024))
+    case = predictable("chunk_fwd_o", 64, 64, "bfloat16")[0]
+    chip = dataclasses.replace(chip_of(B3), kind="cpu")
+    call = synthesize(case.spec, case.key, torch.device("cpu"))
+    assert Prepared(case.spec, Problem(key=case.key, chip=chip), case.candidate, call)
+
+
+def test_neighbours_of_the_chosen_tiles() -> None:
+    (launch,), _ = launches(predictable("chunk_fwd_o", 64, 64, "bfloat16")[0], B3)
+    found = list(tiles.combinations(launch))
+    assert {"BK": 64, "BV": 64} in found
+    assert {tuple(each.values()) for each in found} == {(k, v) for k in (32, 64, 128) for v in (32, 64, 128)}
