@@ -4,9 +4,10 @@ import itertools
 import math
 
 import pytest
+import torch
 from timers import Named, SetTimer, noisy_times, set_times
 
-from layout_tuner.measure import HostTimer, Rounds, median_interval, time_rounds
+from layout_tuner.measure import EventTimer, HostTimer, Rounds, RunError, median_interval, time_rounds
 
 FEW = {"warmup_rounds": 1, "min_rounds": 6, "max_rounds": 12, "interval": 0.01, "deadline": math.inf}
 
@@ -123,3 +124,49 @@ def test_host_timer_runs_each_in_order() -> None:
     samples = HostTimer().round_us([lambda: ran.append("a"), lambda: ran.append("b")])
     assert ran == ["a", "b"]
     assert all(sample > 0 for sample in samples)
+
+
+class Event:
+    """An event of a device that takes a while, or does not come back."""
+
+    comes = True
+    clock_ms = 0.0
+
+    def record(self) -> None:
+        self.ms = Event.clock_ms
+
+    def query(self) -> bool:
+        return Event.comes
+
+    def elapsed_time(self, end: "Event") -> float:
+        return end.ms - self.ms
+
+
+def test_a_device_that_does_not_come_back_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("layout_tuner.device.event", lambda device: Event())
+    monkeypatch.setattr(Event, "comes", True)
+    timer = EventTimer(torch.device("cpu"), patience_s=0.1)
+
+    def work() -> None:
+        Event.clock_ms += 0.25
+
+    def stuck() -> None:
+        Event.comes = False
+
+    assert timer.round_us([work, work]) == [pytest.approx(250.0)] * 2
+    with pytest.raises(RunError, match="does not end") as caught:
+        timer.round_us([work, stuck, work])
+    assert caught.value.place == 1
+    assert isinstance(caught.value.cause, TimeoutError)
+    monkeypatch.setattr(Event, "comes", True)
+    kept = time_rounds({"a": work, "b": stuck}, "a", timer, **FEW)
+    assert (kept.stopped, kept.broken, kept.samples["a"]) == ("broken", "b", [])
+
+
+def test_an_error_belongs_to_the_callable_that_raised_it() -> None:
+    def broken() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(RunError, match="ValueError: no") as caught:
+        HostTimer().round_us([lambda: None, broken])
+    assert caught.value.place == 1
