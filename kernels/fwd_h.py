@@ -101,8 +101,8 @@ def chunk_gated_delta_rule_fwd_h(
                 b_g_last = tl.load(p_g + (tokens - 1) * stride).to(tl.float32)
                 b_g = tl.load(p_g + o_c * stride, mask=m_t, other=0.0).to(tl.float32)
                 b_v *= tl.exp2(tl.where(m_t, b_g_last - b_g, 0.0))[:, None]
-                # A vector, not a scalar: Ascend would send the scalar's exp2 through global memory.
-                b_h *= tl.exp2(tl.where(m_k, b_g_last, 0.0))[:, None]
+                # A vector: Ascend sends a scalar's exp2 through global memory. No `where`: bishengir 1.2.0 fails on A5.
+                b_h *= tl.exp2(b_g_last * m_k.to(tl.float32))[:, None]
             if USE_GK:
                 p_gk = gk + ((first + tokens - 1) * HV + i_h) * K
                 b_gk = tl.load(p_gk + o_k, mask=m_k, other=0.0).to(tl.float32)

@@ -64,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Write docs/ascend.md to stdout.")
     parser.add_argument("--python", help="Python of the Ascend toolchain")
     parser.add_argument("--cache", type=Path, default=Path(".cache/ascend"), help="kept results of the compiler")
+    parser.add_argument("--whole", action="store_true", help="the whole matrix instead of the half every check takes")
     parsed = parser.parse_args(arguments)
     assert ops, "importing the ops registers them"
     target = target_named(gate.TARGET)
@@ -78,7 +79,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for spec in specs
             for case in cases_of(spec, gate.key(spec, 64, 64, "bfloat16", False, next(iter(spec.forms.values()))))
         ]
-        everything = [case for spec in specs for part in gate.parts(spec) for case in gate.cases(spec, part)]
+        everything = [
+            case
+            for spec in specs
+            for part in gate.parts(spec)
+            if parsed.whole or part.sampled
+            for case in gate.cases(spec, part)
+        ]
         reports = compile_candidates([*standard, *everything], compiler, progress)
         version = compiler.version
     sys.stdout.write(INTRODUCTION.format(version=version, ub=f"{target.ub_bytes:,}", target=target.name))
