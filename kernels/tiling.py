@@ -101,15 +101,17 @@ def chunk_bwd_dqkwg_tiles(
     return min(BT, 32), power_of_two(K, 16, widest_k), power_of_two(V, 16, widest_v), chip == "ascend"
 
 
-def prepare_wy_repr_bwd_tiles(K: int, V: int, BT: int, element_bytes: int, chip: str) -> tuple[int, int, int]:
-    """`(BK, BV, BD)` of `prepare_wy_repr_bwd`: columns of k and dw, of v and du, and of dk at a time.
+def prepare_wy_repr_bwd_tiles(K: int, V: int, BT: int, element_bytes: int, chip: str) -> tuple[int, int]:
+    """`(BE, BD)` of `prepare_wy_repr_bwd`: columns of k, dw, v and du, and of dk at a time.
 
-    On an H200 at (B, T, H, HV, K, V) = (8, 4096, 16, 32, 128, 128), bf16, 128 columns of dk at a time take 790 us, 64
-    of them 820 us; narrower or wider tiles of the rest cost 150 us and more.
+    On a GPU the loop over the columns holds three accumulators of 64 x 64 in four warps. 32 columns of two bytes hardly
+    spill, 64 do; exact products of four bytes spill at any width, least at 16. dk is one accumulator: 128 columns.
     """
-    widest = 32 if chip == "cuda" and element_bytes == 4 else 64
-    BK, BV = power_of_two(K, 16, widest), power_of_two(V, 16, widest)
-    return BK, BV, power_of_two(K, 16, 128) if chip == "cuda" and element_bytes == 2 else BK
+    if chip == "cuda":
+        widest, widest_dk = (32, 128) if element_bytes == 2 else (16, 16)
+    else:
+        widest, widest_dk = 64, 64
+    return power_of_two(max(K, V), 16, widest), power_of_two(K, 16, widest_dk)
 
 
 def head_block(HV: int, chip: str) -> int:

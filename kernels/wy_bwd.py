@@ -3,18 +3,26 @@
     dA = du (beta * v)^T + dw (beta * exp2(G) * k)^T            dM = -strict_tril(A^T dA A^T)
     t_u = A^T du        t_w = A^T dw        P = k k^T        E[t,s] = exp2(G[t] - G[s])
     dv = beta * t_u                         X = beta[t] * dM * E
-    dk = beta * exp2(G) * t_w + X k + X^T k
+    dk = beta * exp2(G) * t_w + (X + X^T) k
     dbeta = sum_V(t_u * v) + exp2(G) * sum_K(t_w * k) + rowsum(dM * E * P)
     dG = beta * exp2(G) * sum_K(t_w * k) + rowsum(X * P) - colsum(X * P)
 
-With C_u = du v^T and C_w = dw k^T, sums over t of columns of A give sum_V(t_u * v) = colsum(A * C_u) and
-sum_K(t_w * k) = colsum(A * C_w), and the columns of C_u and C_w scaled by beta and beta * exp2(G) give dA: gates and
-beta multiply fp32 `[BT, BT]` tiles, never an operand of a product.
+beta and exp2(G) scale rows of v and k, and rows are what tiles are reduced over, so dA is formed transposed:
+
+    C_w = exp2(G) * k dw^T        C = v du^T + C_w
+    dA^T = beta * C        W = A dA^T        A^T dA A^T = A^T W^T
+    rowsum(A^T * C) = sum_V(t_u * v) + exp2(G) * sum_K(t_w * k)
+    rowsum(A^T * C_w) = exp2(G) * sum_K(t_w * k)
+
+Gates and beta multiply fp32 `[BT, BT]` tiles, never an operand of a product.
 
 One task is one chunk of one query head. It walks the value heads of the group once for all that belongs to one head,
-adding up X, then once more for t_w, so that dk is summed on chip. On a GPU, whose four warps hold few tiles, P is
-formed for each head anew, from the loads of dw k^T, and X k + X^T k is one product: X lies below the diagonal and X^T
-above it, so that their sum is exact in any dtype.
+adding up X, then once more for t_w, so that dk is summed on chip. P is formed for each head anew, from the loads of
+k dw^T: no tile but X stays alive from head to head. X lies below the diagonal and X^T above it, so that their sum is
+a choice, exact in any dtype.
+
+A computed tile is the right operand of every product it enters: Triton 3.4 to 3.7.0 on Hopper feeds a computed left
+operand from registers, and some of these products come out wrong.
 """
 
 import triton
@@ -79,9 +87,13 @@ def _columns(
     STRIDE: tl.constexpr,
     E: tl.constexpr,
     BE: tl.constexpr,
+    WIDEST: tl.constexpr,
 ):
-    """Columns `o_e` of the rows `o_r`, `STRIDE` elements apart, zero where `m_r` does not hold and outside `E`."""
-    if E % BE == 0:
+    """Columns `o_e` of the rows `o_r`, `STRIDE` elements apart, zero where `m_r` does not hold and outside `E`.
+
+    `o_e` are `BE` columns of a loop over `WIDEST` columns.
+    """
+    if E % BE == 0 and WIDEST <= E:
         m_x = m_r[:, None]
     else:
         m_x = m_r[:, None] & (o_e < E)[None, :]
@@ -112,8 +124,7 @@ def prepare_wy_repr_bwd_full(
     K: tl.constexpr,
     V: tl.constexpr,
     BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
+    BE: tl.constexpr,
     BD: tl.constexpr,
     USE_G: tl.constexpr,
     G_T_CONTIG: tl.constexpr,
@@ -121,7 +132,6 @@ def prepare_wy_repr_bwd_full(
     DG_T_CONTIG: tl.constexpr,
     DB_T_CONTIG: tl.constexpr,
     IS_VARLEN: tl.constexpr,
-    COMPUTED_RIGHT: tl.constexpr,
     RELOAD_LEFT: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
 ):
@@ -129,17 +139,17 @@ def prepare_wy_repr_bwd_full(
     (g base 2, cumulative in the chunk; each in either layout); writes dk `[B, T, H, K]`, dv `[B, T, HV, V]`, dbeta and
     dg `[B, T, HV]` (each in either layout).
 
-    COMPUTED_RIGHT, the form for GPUs, makes a computed tile the right operand of every product it enters: Triton 3.4 to
-    3.7.0 on Hopper feeds a computed left operand from registers, and some of these products come out wrong. RELOAD_LEFT
-    loads A again for each product it is the left operand of: triton-ascend 3.2 may overwrite a left operand.
+    One loop walks v and du and, in step with them, k and dw. RELOAD_LEFT loads a tile again for each product that it is
+    the left operand of: triton-ascend 3.2 may overwrite a left operand.
     """
     if IS_VARLEN:
-        clear_outside_rows(dk, cu_seqlens, T, N, H * K, BK)
-        clear_outside_rows(dv, cu_seqlens, T, N, HV * V, BV)
+        clear_outside_rows(dk, cu_seqlens, T, N, H * K, BE)
+        clear_outside_rows(dv, cu_seqlens, T, N, HV * V, BE)
         clear_outside_time_axis(dbeta, cu_seqlens, T, N, HV, DB_T_CONTIG, BT)
         if USE_G:
             clear_outside_time_axis(dg, cu_seqlens, T, N, HV, DG_T_CONTIG, BT)
     R: tl.constexpr = HV // H
+    WIDEST: tl.constexpr = K if K > V else V
     o_c = tl.arange(0, BT)
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
         i_h = i_task % H
@@ -149,86 +159,59 @@ def prepare_wy_repr_bwd_full(
         p_k = k + (first * H + i_h) * K
         o_A = o_c[:, None] * (HV * BT) + o_c[None, :]
 
-        if not COMPUTED_RIGHT:
-            b_P = tl.zeros([BT, BT], dtype=tl.float32)
-            for i_k in range(0, K, BK):
-                o_k = i_k + tl.arange(0, BK)
-                m_k = m_t[:, None] & (o_k < K)[None, :]
-                b_k = tl.load(p_k + o_c[:, None] * (H * K) + o_k[None, :], mask=m_k, other=0.0)
-                b_kt = b_k
-                if RELOAD_LEFT:
-                    b_kt = tl.load(p_k + o_c[:, None] * (H * K) + o_k[None, :], mask=m_k, other=0.0)
-                b_P += tl.dot(b_k, tl.trans(b_kt), input_precision=DOT_PRECISION)
-
         b_X = tl.zeros([BT, BT], dtype=tl.float32)
         for i_r in range(0, R):
             i_hv = i_h * R + i_r
-            p_A = A + (first * HV + i_hv) * BT
+            p_A = A + (first * HV + i_hv) * BT + o_A
             p_v = v + (first * HV + i_hv) * V
             p_du = du + (first * HV + i_hv) * V
             p_dw = dw + (first * HV + i_hv) * K
+            p_dv = dv + (first * HV + i_hv) * V
             b_beta = _load_rows(beta, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, BETA_T_CONTIG)
             b_G = tl.zeros([BT], dtype=tl.float32)
             if USE_G:
                 b_G += _load_rows(g, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, G_T_CONTIG)
-            b_A = tl.load(p_A + o_A, mask=m_t[:, None], other=0.0)
 
-            b_Cu = tl.zeros([BT, BT], dtype=tl.float32)
-            for i_v in range(0, V, BV):
-                o_v = i_v + tl.arange(0, BV)
-                m_v = m_t[:, None] & (o_v < V)[None, :]
-                o_tv = o_c[:, None] * (HV * V) + o_v[None, :]
-                b_At = b_A
-                if RELOAD_LEFT:
-                    b_At = tl.load(p_A + o_A, mask=m_t[:, None], other=0.0)
-                b_du = _columns(p_du, o_c, o_v, m_t, HV * V, V, BV)
-                b_v = _columns(p_v, o_c, o_v, m_t, HV * V, V, BV)
-                b_tu = tl.dot(tl.trans(b_At), b_du, input_precision=DOT_PRECISION)
-                b_Cu += tl.dot(b_du, tl.trans(b_v), input_precision=DOT_PRECISION)
-                b_dv = b_tu * b_beta[:, None]
-                tl.store(dv + (first * HV + i_hv) * V + o_tv, b_dv.to(dv.dtype.element_ty), mask=m_v)
-
+            b_C = tl.zeros([BT, BT], dtype=tl.float32)
             b_Cw = tl.zeros([BT, BT], dtype=tl.float32)
-            if COMPUTED_RIGHT:
-                b_P = tl.zeros([BT, BT], dtype=tl.float32)
-            for i_k in range(0, K, BK):
-                o_k = i_k + tl.arange(0, BK)
-                b_dw = _columns(p_dw, o_c, o_k, m_t, HV * K, K, BK)
-                b_k = _columns(p_k, o_c, o_k, m_t, H * K, K, BK)
-                b_Cw += tl.dot(b_dw, tl.trans(b_k), input_precision=DOT_PRECISION)
-                if COMPUTED_RIGHT:
-                    b_P += tl.dot(b_k, tl.trans(b_k), input_precision=DOT_PRECISION)
-            b_e = tl.exp2(b_G)
-            # A is loaded anew for its element-wise use: kept in registers across the loops it would spill.
-            b_Ae = tl.load(p_A + o_A, mask=m_t[:, None], other=0.0).to(tl.float32)
-            b_cw = tl.sum(b_Ae * b_Cw, axis=0) * b_e
-            b_dbeta = tl.sum(b_Ae * b_Cu, axis=0) + b_cw
-            b_dA = b_Cu * b_beta[None, :] + b_Cw * (b_e * b_beta)[None, :]
-            b_dA = tl.where(o_c[:, None] > o_c[None, :], b_dA, 0.0).to(k.dtype.element_ty)
+            b_P = tl.zeros([BT, BT], dtype=tl.float32)
+            for i_e in range(0, WIDEST, BE):
+                o_e = i_e + tl.arange(0, BE)
+                b_du = _columns(p_du, o_c, o_e, m_t, HV * V, V, BE, WIDEST)
+                b_v = _columns(p_v, o_c, o_e, m_t, HV * V, V, BE, WIDEST)
+                # Kept in registers across the loop, A would spill.
+                b_A = tl.load(p_A, mask=m_t[:, None], other=0.0)
+                b_C += tl.dot(b_v, tl.trans(b_du), input_precision=DOT_PRECISION)
+                b_tu = tl.dot(tl.trans(b_A), b_du, input_precision=DOT_PRECISION)
+                b_dw = _columns(p_dw, o_c, o_e, m_t, HV * K, K, BE, WIDEST)
+                b_k = _columns(p_k, o_c, o_e, m_t, H * K, K, BE, WIDEST)
+                b_k_left = b_k
+                if RELOAD_LEFT:
+                    b_k_left = _columns(p_k, o_c, o_e, m_t, H * K, K, BE, WIDEST)
+                b_P += tl.dot(b_k_left, tl.trans(b_k), input_precision=DOT_PRECISION)
+                b_Cw += tl.dot(b_k, tl.trans(b_dw), input_precision=DOT_PRECISION)
+                b_dv = b_tu * b_beta[:, None]
+                m_v = m_t[:, None] & (o_e < V)[None, :]
+                tl.store(p_dv + o_c[:, None] * (HV * V) + o_e[None, :], b_dv.to(dv.dtype.element_ty), mask=m_v)
 
-            b_Al = b_A
-            b_Ar = b_A
+            b_A = tl.load(p_A, mask=m_t[:, None], other=0.0)
+            b_At = tl.trans(b_A)
+            b_Cw *= tl.exp2(b_G)[:, None]
+            b_cw = tl.sum(b_At * b_Cw, axis=1)
+            b_C += b_Cw
+            b_dbeta = tl.sum(b_At * b_C, axis=1)
+            b_dAt = tl.where(o_c[:, None] < o_c[None, :], b_C * b_beta[:, None], 0.0).to(k.dtype.element_ty)
             if RELOAD_LEFT:
-                b_Al = tl.load(p_A + o_A, mask=m_t[:, None], other=0.0)
-                b_Ar = tl.load(p_A + o_A, mask=m_t[:, None], other=0.0)
-            b_AdA = tl.dot(tl.trans(b_Al), b_dA, input_precision=DOT_PRECISION).to(k.dtype.element_ty)
-            if COMPUTED_RIGHT:
-                # Rows s, columns t: the transpose of dM.
-                b_dM = tl.dot(b_Ar, tl.trans(b_AdA), input_precision=DOT_PRECISION)
-                m_M = (o_c[:, None] < o_c[None, :]) & m_t[None, :]
-                b_x = b_G[None, :] - b_G[:, None]
-                b_M = tl.where(m_M, -b_dM * tl.exp2(tl.where(m_M, b_x, 0.0)), 0.0)
-                b_row = tl.sum(b_M * b_P, axis=0)
-                b_M *= b_beta[None, :]
-                b_col = tl.sum(b_M * b_P, axis=1)
-            else:
-                b_dM = tl.dot(b_AdA, tl.trans(b_Ar), input_precision=DOT_PRECISION)
-                m_M = (o_c[:, None] > o_c[None, :]) & m_t[:, None]
-                b_x = b_G[:, None] - b_G[None, :]
-                b_M = tl.where(m_M, -b_dM * tl.exp2(tl.where(m_M, b_x, 0.0)), 0.0)
-                b_row = tl.sum(b_M * b_P, axis=1)
-                b_M *= b_beta[:, None]
-                b_col = tl.sum(b_M * b_P, axis=0)
+                b_A = tl.load(p_A, mask=m_t[:, None], other=0.0)
+                b_At = tl.trans(tl.load(p_A, mask=m_t[:, None], other=0.0))
+            b_W = tl.dot(b_A, b_dAt, input_precision=DOT_PRECISION).to(k.dtype.element_ty)
+            b_dM = tl.dot(b_At, tl.trans(b_W), input_precision=DOT_PRECISION)
+            m_M = (o_c[:, None] > o_c[None, :]) & m_t[:, None]
+            b_x = b_G[:, None] - b_G[None, :]
+            b_M = tl.where(m_M, -b_dM * tl.exp2(tl.where(m_M, b_x, 0.0)), 0.0)
+            b_row = tl.sum(b_M * b_P, axis=1)
+            b_M *= b_beta[:, None]
+            b_col = tl.sum(b_M * b_P, axis=0)
             b_X += b_M
             b_dbeta += b_row
             _store_rows(dbeta, b_dbeta, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, DB_T_CONTIG)
@@ -236,34 +219,21 @@ def prepare_wy_repr_bwd_full(
                 b_dG = (b_cw + b_row) * b_beta - b_col
                 _store_rows(dg, b_dG, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, DG_T_CONTIG)
 
-        if COMPUTED_RIGHT:
-            b_Z = b_X.to(k.dtype.element_ty)
-            b_Z += tl.trans(b_Z)
+        b_Z = b_X.to(k.dtype.element_ty)
+        b_Z = tl.where(o_c[:, None] > o_c[None, :], b_Z, tl.trans(b_Z))
         for i_k in range(0, K, BD):
             o_k = i_k + tl.arange(0, BD)
-            p_dk = dk + (first * H + i_h) * K + o_c[:, None] * (H * K) + o_k[None, :]
-            m_k = m_t[:, None] & (o_k < K)[None, :]
-            if COMPUTED_RIGHT:  # rows of dk as columns
-                b_dk = tl.zeros([BD, BT], dtype=tl.float32)
-            else:
-                b_dk = tl.zeros([BT, BD], dtype=tl.float32)
+            b_dk = tl.zeros([BT, BD], dtype=tl.float32)
             for i_r in range(0, R):
                 i_hv = i_h * R + i_r
                 b_A = tl.load(A + (first * HV + i_hv) * BT + o_A, mask=m_t[:, None], other=0.0)
-                b_dw = _columns(dw + (first * HV + i_hv) * K, o_c, o_k, m_t, HV * K, K, BD)
+                b_dw = _columns(dw + (first * HV + i_hv) * K, o_c, o_k, m_t, HV * K, K, BD, K)
                 b_s = _load_rows(beta, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, BETA_T_CONTIG)
                 if USE_G:
                     b_s *= tl.exp2(_load_rows(g, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, G_T_CONTIG))
-                if COMPUTED_RIGHT:
-                    b_dk += tl.dot(tl.trans(b_dw), b_A, input_precision=DOT_PRECISION) * b_s[None, :]
-                else:
-                    b_dk += tl.dot(tl.trans(b_A), b_dw, input_precision=DOT_PRECISION) * b_s[:, None]
-            b_k = _columns(p_k, o_c, o_k, m_t, H * K, K, BD)
-            if COMPUTED_RIGHT:
-                b_dk += tl.dot(tl.trans(b_k), b_Z, input_precision=DOT_PRECISION)
-                tl.store(p_dk, tl.trans(b_dk.to(dk.dtype.element_ty)), mask=m_k)
-            else:
-                b_Xk = b_X.to(b_k.dtype)
-                b_dk += tl.dot(tl.trans(b_Xk), b_k, input_precision=DOT_PRECISION)
-                b_dk += tl.dot(b_Xk, b_k, input_precision=DOT_PRECISION)
-                tl.store(p_dk, b_dk.to(dk.dtype.element_ty), mask=m_k)
+                b_dk += tl.dot(tl.trans(b_A), b_dw, input_precision=DOT_PRECISION) * b_s[:, None]
+            b_k = _columns(p_k, o_c, o_k, m_t, H * K, K, BD, K)
+            b_dk += tl.trans(tl.dot(tl.trans(b_k), b_Z, input_precision=DOT_PRECISION))
+            m_k = m_t[:, None] & (o_k < K)[None, :]
+            p_dk = dk + (first * H + i_h) * K + o_c[:, None] * (H * K) + o_k[None, :]
+            tl.store(p_dk, b_dk.to(dk.dtype.element_ty), mask=m_k)

@@ -42,6 +42,8 @@ def test_every_candidate_is_right_and_layouts_agree_bit_for_bit(
         pytest.param({"B": 1, "T": 65, "H": 1, "HV": 2, "K": 130, "V": 200}, id="wide"),
         pytest.param({"B": 1, "T": 20, "H": 1, "HV": 2, "K": 256, "V": 256}, id="widest"),
         pytest.param({"K": 5, "V": 3}, id="narrow"),
+        pytest.param({"B": 1, "T": 20, "H": 1, "HV": 2, "K": 72, "V": 64}, id="one-step-more-of-K"),
+        pytest.param({"B": 1, "T": 20, "H": 1, "HV": 2, "K": 64, "V": 72}, id="one-step-more-of-V"),
     ],
 )
 def test_sizes_at_the_edges(spec: OpSpec, form: str, sizes: dict[str, int], device: torch.device) -> None:

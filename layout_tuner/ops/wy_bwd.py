@@ -61,7 +61,7 @@ def prepare_wy_repr_bwd(
 def _bind(problem: Problem, candidate: Candidate) -> Launch:
     key, BT = problem.key, problem.BT
     H, HV, K, V = key.H, key.HV, key.K, key.V
-    BK, BV, BD = tiling.prepare_wy_repr_bwd_tiles(K, V, BT, problem.element_bytes, problem.chip.tiles)
+    BE, BD = tiling.prepare_wy_repr_bwd_tiles(K, V, BT, problem.element_bytes, problem.chip.tiles)
     plan, wants_dg = candidate.plan, problem.has("g")
     kernel = launcher.bind(
         kernels.prepare_wy_repr_bwd_full,
@@ -70,8 +70,7 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
         K=K,
         V=V,
         BT=BT,
-        BK=BK,
-        BV=BV,
+        BE=BE,
         BD=BD,
         USE_G=wants_dg,
         G_T_CONTIG=plan.t_contig("g"),
@@ -79,7 +78,6 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
         DG_T_CONTIG=plan.t_contig("dg"),
         DB_T_CONTIG=plan.t_contig("dbeta"),
         IS_VARLEN=key.varlen,
-        COMPUTED_RIGHT=problem.chip.tiles == "cuda",
         RELOAD_LEFT=problem.chip.tiles == "ascend",
         DOT_PRECISION=problem.dot_precision,
     )
