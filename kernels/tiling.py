@@ -95,10 +95,16 @@ def chunk_bwd_dqkwg_tiles(
     Two accumulators of 64 x 64 and what they are added to fill the registers of four warps; wider tiles spill, and
     narrower ones take up to half as long again. On Ascend dg is formed from the values: no row per head stays alive
     across the loop over K.
+
+    On a GPU the loops over V take two steps at least. A loop of one step is folded, and where a task has no loop left,
+    Triton keeps three copies of all that the task loads: 313 KiB at 64 x 64, of 227 KiB that there are.
     """
     widest_k = 32 if element_bytes == 4 else 64
     widest_v = 32 if element_bytes == 4 and chip == "cuda" else 64
-    return min(BT, 32), power_of_two(K, 16, widest_k), power_of_two(V, 16, widest_v), chip == "ascend"
+    BV = power_of_two(V, 16, widest_v)
+    if chip == "cuda" and BV >= V:
+        BV = max(16, BV // 2)
+    return min(BT, 32), power_of_two(K, 16, widest_k), BV, chip == "ascend"
 
 
 def prepare_wy_repr_bwd_tiles(K: int, V: int, BT: int, element_bytes: int, chip: str) -> tuple[int, int]:

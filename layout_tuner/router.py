@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -185,24 +185,47 @@ class Router:
             self.remember(signature, prepared)
         return prepared
 
-    def recover(self, spec: OpSpec, signature: Signature, call: Call, failed: Prepared, error: Exception) -> Prepared:
-        """The default in place of a chosen candidate that failed to launch, for this key and process.
+    def recover(
+        self,
+        spec: OpSpec,
+        signature: Signature,
+        call: Call,
+        failed: Prepared,
+        error: Exception,
+        before: Sequence[Candidate] = (),
+    ) -> Prepared:
+        """What stands in for a candidate that failed to launch, for this key and process: the default.
+
+        Where the default asks for more on-chip memory than there is, another variant stands in for it.
+
+        Args:
+            spec: The op.
+            signature: Of the call.
+            call: Its arguments.
+            failed: What failed.
+            error: How.
+            before: What failed before that.
 
         Raises:
-            Exception: `error` itself, where what failed is the default.
+            Exception: `error` itself, where nothing is left to stand in.
         """
         key, device = spec.key(call), present(call).device
-        default = spec.default(key, devices.chip(device))
-        if failed.candidate == default:
+        instead: Candidate | None = spec.default(key, devices.chip(device))
+        tried = (*before, failed.candidate)
+        if instead in tried:
+            variants = {candidate.variant for candidate in tried}
+            left = (candidate for candidate in spec.candidates(key) if candidate.variant not in variants)
+            instead = next(left, None) if classify(error) == "overflow" else None
+        if instead is None:
             raise error
-        log.warning("%s: %s failed (%s): running %s", key, failed.candidate.id, first_line(error), default.id)
+        log.warning("%s: %s failed (%s): running %s", key, failed.candidate.id, first_line(error), instead.id)
         place = (bucketed(key, self.config.keys.bucket), environment(device).id)
         held = self.choices.get(place)
         if held is not None and held.record is not None:
             self.quarantine(held.record, error)
-        choice = Choice(candidate=default, source="default", reason="its candidate failed to launch")
+        choice = Choice(candidate=instead, source="default", reason="its candidate failed to launch")
         self.choices[place] = choice
-        prepared = self.prepare(spec, key, device, default, call)
+        prepared = self.prepare(spec, key, device, instead, call)
         prepared.tally = self.tally(spec, key, device, choice)
         prepared.tally.calls += 1
         failed.tally.calls -= 1
@@ -320,12 +343,15 @@ class Router:
         numbers = as_floats(spec, scalars)
         if prepared.proven:
             return prepared(tensors, numbers, cu_seqlens, chunk_indices)
-        try:
-            results = prepared(tensors, numbers, cu_seqlens, chunk_indices)
-        except Exception as error:  # any fault of a chosen candidate must leave the call as if it had not been chosen
-            arguments = Call(tensors=tensors, options=options, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices)
-            prepared = self.recover(spec, found, arguments, prepared, error)
-            results = prepared(tensors, numbers, cu_seqlens, chunk_indices)
+        failed: list[Candidate] = []
+        while True:
+            try:
+                results = prepared(tensors, numbers, cu_seqlens, chunk_indices)
+                break
+            except Exception as error:  # any fault of a candidate must leave the call as if it had not been chosen
+                arguments = Call(tensors=tensors, options=options, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices)
+                failed.append(prepared.candidate)
+                prepared = self.recover(spec, found, arguments, prepared, error, failed[:-1])
         prepared.proven = True
         return results
 
@@ -732,9 +758,10 @@ def call(
     """Run an op. A chosen candidate that fails to launch is put aside and the default runs in its place."""
     try:
         run = _last[spec].run
-    except KeyError:
-        return _current.run(spec, tensors, options, scalars, cu_seqlens, chunk_indices)
-    results = run(tensors, options, scalars, cu_seqlens, chunk_indices)
+    except KeyError:  # left before anything runs: an error of the call is no consequence of this one
+        results = None
+    else:
+        results = run(tensors, options, scalars, cu_seqlens, chunk_indices)
     if results is None:
         return _current.run(spec, tensors, options, scalars, cu_seqlens, chunk_indices)
     return results

@@ -5,8 +5,8 @@ library tunes each of its kernels at first use, a minute or more for one layer; 
 Its gated backward is refused on Hopper with Triton 3.4 to 3.7.0, where its kernel is miscompiled: that guard is lifted
 for its own runs, and where it was needed, only its values are held to the oracle, not its gradients.
 
-Every test prints what it compared: `pytest -m gpu -rP tests/test_fla_gpu.py`. Without the library's layers, in
-flash-linear-attention, they are skipped.
+Every test prints what it compared: `pytest -m gpu -rP tests/test_fla_gpu.py`. Most of their time is compilation, which
+several processes share: `-n 6`. Without the library's layers, in flash-linear-attention, they are skipped.
 """
 
 import importlib
@@ -160,7 +160,9 @@ def layer_of(library: SimpleNamespace, kind: str = "GatedDeltaNet", **more: Any)
     sizes: dict[str, Any] = dict(hidden_size=WIDTH, num_heads=H, layer_idx=0)
     if kind in ("GatedDeltaNet", "KimiDeltaAttention"):
         sizes |= dict(head_dim=HEAD, num_v_heads=HV, expand_v=1.0)
-    made: torch.nn.Module = getattr(library.layers, kind)(**sizes | more).to("cuda", torch.bfloat16)
+    # Not every layer is exported.
+    home = library.layers if hasattr(library.layers, kind) else importlib.import_module("fla.layers.simple_gla")
+    made: torch.nn.Module = getattr(home, kind)(**sizes | more).to("cuda", torch.bfloat16)
     return made
 
 
@@ -302,7 +304,7 @@ OTHERS = {
     },
     "KimiDeltaAttention": {"chunk_gated_delta_rule_fwd_h", "chunk_gated_delta_rule_bwd_dhu", "chunk_local_cumsum"},
     "GatedLinearAttention": {"chunk_local_cumsum"},
-    "SimpleGatedLinearAttention": {"chunk_local_cumsum", "chunk_fwd_o", "chunk_bwd_dqkwg"},
+    "SimpleGatedLinearAttention": {"chunk_local_cumsum", "chunk_fwd_o"},
 }
 
 
@@ -310,14 +312,15 @@ OTHERS = {
 def test_other_layers_get_the_kernels_they_share(library: SimpleNamespace, kind: str) -> None:
     layer = layer_of(library, kind)
     x = inputs()
+    # The states of this layer's backward are fp32, which no kernel here takes beside bfloat16 values: the library's own
+    # runs, and refuses where it is miscompiled.
+    refused = library.refuses and kind == "SimpleGatedLinearAttention"
     runs = {}
     for which in ("library", "ours"):
         with running(library, which):
-            runs[which] = stepped(layer, layer, x)
+            runs[which] = {"o": layer(x)[0]} if refused else stepped(layer, layer, x)
     print(kind, "served", fla.served(), "left to the library", fla.fallthroughs())
     assert fla.served().keys() >= OTHERS[kind]
-    if library.refuses and kind == "SimpleGatedLinearAttention":  # its own gradients are wrong here
-        runs = {which: {"o": results["o"]} for which, results in runs.items()}
     compare(library, runs)
 
 

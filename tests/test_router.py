@@ -554,6 +554,36 @@ def test_when_every_candidate_fails_the_error_reaches_the_caller(
         dv_local(arguments(device))
 
 
+TOO_MUCH = "out of resource: shared memory, Required: 245760, Hardware limit: 232448."
+
+
+@pytest.mark.parametrize("tuned", [False, True], ids=["without-enable", "enabled"])
+def test_a_default_that_takes_too_much_memory_gives_way_to_another_variant(
+    config: Config, device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tuned: bool
+) -> None:
+    given = arguments(device, T=23)
+    broken = Broken(TOO_MUCH)
+    monkeypatch.setattr(kernels, "chunk_bwd_dv_local_full", broken)
+    with entered(Router(config, on_miss="default", tuning=tuned)) as made:
+        assert_right(dv_local(given), given)
+        assert_right(dv_local(given), given)
+        assert {ran_id.partition("/")[0] for ran_id in ran(made)} == {"sub"}
+    assert f"failed ({TOO_MUCH})" in caplog.text
+    assert broken.launches == 1
+    monkeypatch.setattr(kernels, "chunk_bwd_dv_local_sub", Broken(TOO_MUCH))
+    with entered(Router(config, on_miss="default", tuning=tuned)), pytest.raises(RuntimeError, match="shared memory"):
+        dv_local(given)
+
+
+def test_another_failure_of_the_default_is_the_callers_to_see(
+    config: Config, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "chunk_bwd_dv_local_full", Broken())
+    with entered(Router(config, on_miss="default")), pytest.raises(RuntimeError, match="illegal") as caught:
+        dv_local(arguments(device))
+    assert caught.value.__context__ is None
+
+
 def test_a_database_error_never_fails_an_op(
     config: Config, device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -232,6 +232,7 @@ SPEC = register(
         forms={"training": "BT=64,dv=1,g=float32@STRIDE_HV,w=1"},
         more_forms=(
             "BT=64",
+            "BT=64,dv=1,w=1",
             "BT=64,dv=1,g_gamma=float32,state_v_first=1,w=1",
             "BT=64,g=float32@T_CONTIG",
             "BT=32,dv=1,g=bfloat16@OTHER,state_v_first=1,w=1",
