@@ -163,6 +163,7 @@ class Router:
         self.misses = MissLog()
         self._full: set[str] = set()
         self._said: set[Key] = set()
+        self._passed_over: set[tuple[Key, str]] = set()
         _routers.add(self)
         weakref.finalize(self, self.tallies.retire).atexit = False
 
@@ -472,28 +473,42 @@ class Router:
             raise TuningError(f"{key}: no decision in {self.store.name}, and on_miss is 'error'")
         if policy == "default":
             return stand_in(default, "on_miss is 'default'")
+        place = (key, environment(device).id)
+        if place in self._passed_over and in_backward():
+            return stand_in(default, "the call that a checkpoint repeats took it", frozen=False)
         if tracing or devices.capturing(device):
             self.say(key, "a graph is being captured or traced: running %s untuned", default.id)
-            return stand_in(default, "a graph was being captured or traced", frozen=False)
+            return self.pass_over(place, default, "a graph was being captured or traced")
         if self.too_many(spec):
             return stand_in(default, "[keys] max_keys")
         try:
             outcome = self.tune(spec, key, device)
         except TooLittleMemoryError as error:
             self.say(key, "too little free memory to tune (%s): running %s", error, default.id)
-            return stand_in(default, "too little free memory to tune", frozen=False)
+            return self.pass_over(place, default, "too little free memory to tune")
         except LayoutTunerError as error:
             log.warning("%s: not tuned: %s", key, error)
             return stand_in(default, "it could not be tuned")
         except (torch.OutOfMemoryError, MemoryError) as error:
             devices.release(device)
             self.say(key, "too little free memory to tune (%s): running %s", first_line(error), default.id)
-            return stand_in(default, "too little free memory to tune", frozen=False)
+            return self.pass_over(place, default, "too little free memory to tune")
         held = self.choices.get((key, environment(device).id))
         if held is not None and held.candidate.id == outcome.winner:
             return replace(held, missed=True)
         winner = next(candidate for candidate in spec.candidates(key) if candidate.id == outcome.winner)
         return Choice(candidate=winner, source="measured", missed=True)
+
+    def pass_over(self, place: tuple[Key, str], default: Candidate, reason: str) -> Choice:
+        """The default for as long as something keeps a key from being tuned.
+
+        A checkpointed region must find the same when it is run again: its first run makes the default the choice of
+        this process. A reentrant checkpoint cannot be told from a plain call; the default it took stays for what the
+        backward repeats, unless another call has had the key tuned by then.
+        """
+        if not in_backward():
+            self._passed_over.add(place)
+        return stand_in(default, reason, frozen=in_checkpoint())
 
     def say(self, key: Key, what: str, *about: object) -> None:
         """Warn of a key once; calls of it go on missing."""
@@ -618,6 +633,16 @@ def stand_in(default: Candidate, reason: str, *, frozen: bool = True) -> Choice:
     return Choice(candidate=default, source="default", frozen=frozen, reason=reason, missed=True)
 
 
+def in_backward() -> bool:
+    """Whether autograd's engine runs this thread's code: what a checkpoint repeats, it repeats there."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def in_checkpoint() -> bool:
+    """Whether saved tensors go through hooks, as they do while a checkpointed region runs for the first time."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def saved_by(record: DecisionRecord | None) -> Interval | None:
     """What a call saves that follows a decision, against the default that was measured beside it."""
     if record is None:
@@ -629,6 +654,8 @@ def saved_by(record: DecisionRecord | None) -> Interval | None:
 
 def describe(outcome: Outcome) -> str:
     """One line for people: the winner and by how much."""
+    if outcome.stopped == "busy":
+        return f"{outcome.winner}, {outcome.measurement(outcome.winner).reason}"
     if outcome.gain is None:
         return f"{outcome.winner} stays: nothing is faster beyond the noise"
     low, high = 100 * outcome.gain.low, 100 * outcome.gain.high

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from dv_local import BT, CANDIDATES, arguments
 from layout_tuner.cache.layers import open_layers
+from timers import SetTimer, set_times
 from torch.utils.checkpoint import checkpoint
 
 from layout_tuner import registry, router
@@ -213,6 +215,51 @@ def test_checkpointing_with_an_empty_cache(tmp_path: Path, device: torch.device)
             leaves,
         )
         assert same(again, wanted)
+    finally:
+        router.remove(ticket)
+        made.close()
+
+
+class Asked(Router):
+    """Notes every choice."""
+
+    def __init__(self, config: Config, timer: SetTimer) -> None:
+        super().__init__(config, on_miss="tune", timer=timer)
+        self.chose: list[str] = []
+
+    def choose(self, spec, key, device, *, tracing: bool = False) -> Choice:
+        choice = super().choose(spec, key, device, tracing=tracing)
+        self.chose.append(choice.candidate.id)
+        return choice
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_repeats_a_default_taken_for_want_of_memory(
+    use_reentrant: bool, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that is free by the time of the backward lets nothing be tuned within the repeated region."""
+    free = [0]
+    monkeypatch.setattr(router.devices, "free_bytes", lambda _: free[0])
+    winner = "sub/g=STRIDE_HV"
+    times = {name: 2.0 if name == winner else 10.0 for name in CANDIDATES}
+    made = Asked(Config(cache={"path": str(tmp_path / "decisions.sqlite")}), set_times(times))
+    given = arguments(device)
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        made.prepared.clear()
+        return x * x * chunk_bwd_dv_local(**given, chunk_size=BT).sum()
+
+    ticket = router.push(made)
+    try:
+        x = torch.ones(3, device=device, requires_grad=True)
+        o = checkpoint(region, x, use_reentrant=use_reentrant)
+        free[0] = 1 << 50
+        o.sum().backward()
+        default = CANDIDATES[0]
+        assert made.chose == [default, default]
+        region(x)
+        # A reentrant checkpoint cannot be told from a plain call, which is tuned as soon as it can be.
+        assert made.chose[2:] == [winner if use_reentrant else default]
     finally:
         router.remove(ticket)
         made.close()
