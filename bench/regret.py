@@ -1,6 +1,6 @@
 """How much is lost by believing a tuning: its decision against a long measurement of every candidate.
 
-    python bench/regret.py [--seconds 330] [--reference 200] [--ops NAME,...] [--json FILE]
+    python bench/regret.py [--seconds 330] [--reference 200] [--ops NAME,...] [--shapes NAME,...] [--json FILE]
 
 For each key of a list over all ops that have a choice, small to large, dense and packed: tune it as a miss is tuned, at
 the settings' defaults, into a file of its own; then time every right candidate anew, in `--reference` rounds and
@@ -85,10 +85,11 @@ class Row:
     left_out: Mapping[str, str]
 
 
-def wanted_keys(ops: list[str], bucket: str) -> list[tuple[str, OpSpec, Key]]:
+def wanted_keys(ops: list[str], shapes: list[str], bucket: str) -> list[tuple[str, OpSpec, Key]]:
     """Every op at every shape, in its training form, where there is a choice; shape by shape."""
     found = []
-    for shape, (B, T, H, HV, K, V, packed) in SHAPES.items():
+    for shape in shapes:
+        B, T, H, HV, K, V, packed = SHAPES[shape]
         for name in ops:
             spec = registry.lookup(name)
             form = spec.form_named(next(iter(spec.forms)))
@@ -176,8 +177,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=330.0, help="begin no further key after so long")
     parser.add_argument("--reference", type=int, default=200, help="rounds of the long measurement")
     parser.add_argument("--ops", default=",".join(registry.names()), help="only these, separated by commas")
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="only these, separated by commas")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     chosen = parser.parse_args()
+    unknown = sorted({*chosen.ops.split(",")} - {*registry.names()}) + sorted({*chosen.shapes.split(",")} - {*SHAPES})
+    if unknown:
+        known = f"ops: {', '.join(registry.names())}; shapes: {', '.join(SHAPES)}"
+        parser.error(f"no such op or shape: {', '.join(unknown)}; {known}")
     device = devices.resolve()
     if device.type == "cpu":
         print("no accelerator: times in the interpreter say nothing", file=sys.stderr)
@@ -189,7 +195,7 @@ def main() -> int:
         settings = Config(cache={"path": str(Path(folder) / "decisions.sqlite")})
         router = Router(settings, on_miss="tune")
         timer = EventTimer(device, settings.measure.l2)
-        keys = wanted_keys(chosen.ops.split(","), settings.keys.bucket)
+        keys = wanted_keys(chosen.ops.split(","), chosen.shapes.split(","), settings.keys.bucket)
         print(f"{devices.chip(device).name}, torch {torch.__version__}, {' '.join(devices.triton_distribution())}")
         print(
             f"{'shape':7} {'op':32} {'decided':44} {'us':>9} {'best':44} {'us':>9} {'regret%':>7} {'certain %':>9} "

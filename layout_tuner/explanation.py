@@ -122,7 +122,10 @@ def explain_key(router: Router, spec: OpSpec, key: Key, device: torch.device) ->
 
 
 def gain_text(record: DecisionRecord) -> str:
-    """By how much a decision's winner wins."""
+    """By how much a decision's winner wins, or why nobody knows."""
+    own = next((each for each in record.measurements if each.candidate == record.candidate), None)
+    if own is not None and own.reason and own.end_to_end_us is None:
+        return f"{record.candidate}, {own.reason}"
     if record.candidate == record.default_candidate or not record.gain:
         return f"{record.candidate}, the default: nothing is faster beyond the noise"
     bounds = ""

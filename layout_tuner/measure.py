@@ -22,7 +22,8 @@ from . import device as devices
 
 Run = Callable[[], object]
 
-MOST_HOLDS = 8
+# Fills ahead of a sample take at most so long together.
+MOST_HOLD_US = 10_000.0
 CONFIDENCE = 0.95
 
 
@@ -31,6 +32,10 @@ class Timer(Protocol):
 
     def round_us(self, runs: Sequence[Run]) -> list[float]:
         """Run each once, in order, and return what each took in microseconds."""
+        ...
+
+    def settled(self, seconds: float) -> bool:
+        """Whether everything given to the device is done within so many seconds."""
         ...
 
 
@@ -70,6 +75,10 @@ class HostTimer:
                 samples.append((time.perf_counter() - start) * 1e6)
         return samples
 
+    def settled(self, seconds: float) -> bool:
+        """True: what runs on the host is done when it returns."""
+        return True
+
 
 def scratch_bytes(device: torch.device) -> int:
     """Memory of an `EventTimer`: what empties the second-level cache for certain."""
@@ -79,9 +88,11 @@ def scratch_bytes(device: torch.device) -> int:
 class EventTimer:
     """Device time between two events around a callable's work.
 
-    A fill of a scratch buffer ahead of each sample keeps the device busy while the host queues the callable, so that
-    a short kernel's time is the device's and not the host's. The fill also empties the second-level cache; with `warm`
-    the callable then runs once untimed, as a step of a model finds its operands where the step before left them.
+    Fills of a scratch buffer ahead of each sample keep the device busy until the host has queued the callable, so that
+    a short kernel's time, or that of a chain of them, is the device's and not the host's: a sample that the device
+    came to sooner is taken again behind twice the fills, `MOST_HOLD_US` of them at most. The fills also empty the
+    second-level cache; with `warm` the callable then runs once untimed, as a step of a model finds its operands where
+    the step before left them.
 
     Args:
         device: An accelerator.
@@ -96,18 +107,24 @@ class EventTimer:
         self.l2 = l2
         self.patience_s = patience_s
         self.scratch = torch.empty(scratch_bytes(device), dtype=torch.uint8, device=device)
-        self.fill_us = self._fill_us()
+        fill_us, queueing_us = self._fill_us()
+        self.gain_us = fill_us - queueing_us  # how far the device falls behind the host with each fill
+        # A fill that is done about as soon as it is queued holds nothing, however many there are.
+        self.most_holds = max(1, int(MOST_HOLD_US / fill_us)) if fill_us > 2 * queueing_us else 1
 
-    def _fill_us(self) -> float:
-        """Device time of one fill."""
+    def _fill_us(self) -> tuple[float, float]:
+        """Device time of one fill, and the host's time to queue it."""
         self.scratch.zero_()
+        queueing = []
         start, end = devices.event(self.device), devices.event(self.device)
         start.record()
-        for _ in range(4):
+        for _ in range(8):
+            begun = time.perf_counter()
             self.scratch.zero_()
+            queueing.append((time.perf_counter() - begun) * 1e6)
         end.record()
         devices.synchronize(self.device)
-        return start.elapsed_time(end) * 1e3 / 4
+        return start.elapsed_time(end) * 1e3 / len(queueing), min(queueing)
 
     def _holds(self, run: Run) -> int:
         """Fills that outlast the host's queueing of a callable, twice over."""
@@ -117,7 +134,7 @@ class EventTimer:
         done = devices.event(self.device)
         done.record()
         self._wait(done, done)
-        return min(MOST_HOLDS, 1 + math.ceil(2.5 * queueing_us / self.fill_us)) if self.fill_us > 0 else 1
+        return 1 if self.most_holds == 1 else min(self.most_holds, 1 + math.ceil(2.5 * queueing_us / self.gain_us))
 
     def _wait(self, start: devices.Event, end: devices.Event) -> None:
         """Ask for the events until they have come: a wait for them could not be given up."""
@@ -131,7 +148,16 @@ class EventTimer:
 
     def _sample(self, run: Run) -> float:
         """Device time of one run in microseconds."""
-        for _ in range(self._holds(run)):
+        holds = self._holds(run)
+        while True:
+            sample_us, held = self._held(run, holds)
+            if held or holds >= self.most_holds:
+                return sample_us
+            holds = min(self.most_holds, 2 * holds)
+
+    def _held(self, run: Run, holds: int) -> tuple[float, bool]:
+        """Device time of one run behind so many fills, and whether the device came to it after all was queued."""
+        for _ in range(holds):
             self.scratch.zero_()
         if self.l2 == "warm":
             run()
@@ -139,8 +165,20 @@ class EventTimer:
         start.record()
         run()
         end.record()
+        held = not start.query()
         self._wait(start, end)
-        return start.elapsed_time(end) * 1e3
+        return start.elapsed_time(end) * 1e3, held
+
+    def settled(self, seconds: float) -> bool:
+        """Whether everything given to the device is done within so many seconds."""
+        done = devices.event(self.device)
+        done.record()
+        give_up = time.monotonic() + seconds
+        while not done.query():
+            if time.monotonic() > give_up:
+                return False
+            time.sleep(1e-3)
+        return True
 
     def round_us(self, runs: Sequence[Run]) -> list[float]:
         """One sample of each, in microseconds of device time.

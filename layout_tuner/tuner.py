@@ -18,7 +18,7 @@ import torch
 from .config import Measure, Tuning
 from .errors import TuningError
 from .measure import Interval, Rounds, Run, Timer, time_rounds
-from .watchdog import run_within
+from .watchdog import left_behind, run_within
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +129,8 @@ class Outcome:
         measurements: One for each candidate, in the order they were given.
         rounds: Kept rounds; `discarded` ones had an unusable sample.
         discarded: See `rounds`.
-        stopped: Why timing ended: `narrow`, `rounds`, `budget` or `broken`; empty where nothing was timed.
+        stopped: Why timing ended: `narrow`, `rounds`, `budget`, `broken`, or `busy`: a candidate that was given up
+            still occupied the device, so that nothing was timed.
         seconds: Wall-clock time of compiling, checking and timing.
     """
 
@@ -162,7 +163,9 @@ def tune(
     those the larger gain wins, ties go to the smaller id, so that repeated runs and different ranks agree.
 
     `tuning.budget_s` covers compiling, checking and timing. The default has all of it to become ready, the others have
-    `CHECKING` of it, together; one that is not ready by then is recorded, and what is ready is timed.
+    `CHECKING` of it, together; one that is not ready by then is recorded, and what is ready is timed. Where its work
+    still occupies the device at the end of the budget, nothing can be timed, and nobody else is blamed for that: the
+    default stays, or the smallest id where the default is not right.
 
     Args:
         trials: The candidates.
@@ -172,9 +175,11 @@ def tune(
         clock: Seconds, for the budget.
 
     Raises:
-        TuningError: Not one candidate is right.
+        TuningError: Not one candidate is right, or one that an earlier tuning gave up still occupies the device.
     """
     start = clock()
+    if left_behind() and not timer.settled(tuning.budget_s):
+        raise TuningError("a candidate that an earlier tuning gave up still occupies the device")
     deadline = start + tuning.budget_s
     check_by = start + CHECKING * tuning.budget_s
     found: dict[str, Measurement] = {}
@@ -194,8 +199,14 @@ def tune(
         found[trial.id] = measurement
         if ready is not None:
             runs[trial.id] = ready
+    hung = next((m.id for m in found.values() if m.failure == "timeout" and m.state == "failed"), "")
     while runs:
         baseline = default if default in runs else min(runs)
+        if hung and not timer.settled(max(0.0, deadline - clock())):
+            rounds = Rounds(samples={name: [] for name in runs}, discarded=0, stopped="busy")
+            reason = f"not timed: {hung}, which was given up, still occupied the device"
+            found |= {name: replace(found[name], reason=reason) for name in runs}
+            break
         rounds = time_ready(runs, baseline, timer, measure, deadline, clock)
         if rounds.error is None:
             break
@@ -204,6 +215,7 @@ def tune(
         if isinstance(rounds.error, TimeoutError) and broken != baseline:
             break  # a device that does not come back has no time for the others
         del runs[broken]  # without it, they are timed anew
+        hung = broken if isinstance(rounds.error, TimeoutError) else hung
     if not runs:
         reasons = "; ".join(f"{m.id}: {m.state}: {m.reason}" for m in found.values())
         raise TuningError(f"no candidate is right: {reasons}")

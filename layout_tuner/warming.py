@@ -227,8 +227,10 @@ def warm_key(
 
 
 def unfinished(decision: DecisionRecord) -> bool:
-    """Whether a decision was made before every candidate had its turn."""
-    return any(each.state == "skipped" and each.failure == "timeout" for each in decision.measurements)
+    """Whether a decision was made before every candidate had its turn, or before anything was timed."""
+    skipped = any(each.state == "skipped" and each.failure == "timeout" for each in decision.measurements)
+    ready = [each for each in decision.measurements if each.state == "ok"]
+    return skipped or bool(ready and all(each.end_to_end_us is None for each in ready))
 
 
 # -- what failed before, and what was missed ---------------------------------------------------------------------

@@ -7,7 +7,15 @@ import pytest
 import torch
 from timers import Named, SetTimer, noisy_times, set_times
 
-from layout_tuner.measure import EventTimer, HostTimer, Rounds, RunError, median_interval, time_rounds
+from layout_tuner.measure import (
+    MOST_HOLD_US,
+    EventTimer,
+    HostTimer,
+    Rounds,
+    RunError,
+    median_interval,
+    time_rounds,
+)
 
 FEW = {"warmup_rounds": 1, "min_rounds": 6, "max_rounds": 12, "interval": 0.01, "deadline": math.inf}
 
@@ -161,6 +169,111 @@ def test_a_device_that_does_not_come_back_is_given_up(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Event, "comes", True)
     kept = time_rounds({"a": work, "b": stuck}, "a", timer, **FEW)
     assert (kept.stopped, kept.broken, kept.samples["a"]) == ("broken", "b", [])
+
+
+class Queue:
+    """A host with a set clock that queues work for a device, which does one thing after the other.
+
+    It stands in for a timer's scratch buffer, for its events, and for the `time` module.
+
+    Args:
+        fill_us: What a fill takes on the device.
+        fill_queueing_us: What it takes the host to queue one.
+    """
+
+    def __init__(self, fill_us: float, fill_queueing_us: float = 4.0) -> None:
+        self.fill = (fill_queueing_us, fill_us)
+        self.host_us = 0.0
+        self.free_us = 0.0  # when the device is done with what it has
+        self.fills = 0
+
+    def work(self, queueing_us: float, *kernels_us: float) -> None:
+        for each in kernels_us:
+            self.host_us += queueing_us / len(kernels_us)
+            self.free_us = max(self.free_us, self.host_us) + each
+
+    def zero_(self) -> None:
+        self.fills += 1
+        self.work(*self.fill)
+
+    def event(self, device: torch.device) -> "QueuedEvent":
+        return QueuedEvent(self)
+
+    def perf_counter(self) -> float:
+        return self.host_us / 1e6
+
+    monotonic = perf_counter
+
+    def sleep(self, seconds: float) -> None:
+        self.host_us += max(1.0, seconds * 1e6)
+
+
+class QueuedEvent:
+    """An event of such a device."""
+
+    def __init__(self, queue: Queue) -> None:
+        self.queue = queue
+
+    def record(self) -> None:
+        self.us = self.queue.free_us = max(self.queue.free_us, self.queue.host_us)
+
+    def query(self) -> bool:
+        return self.queue.host_us >= self.us
+
+    def elapsed_time(self, end: "QueuedEvent") -> float:
+        return (end.us - self.us) / 1e3
+
+
+def queued_timer(queue: Queue, monkeypatch: pytest.MonkeyPatch, **named: object) -> EventTimer:
+    monkeypatch.setattr("layout_tuner.measure.time", queue)
+    monkeypatch.setattr("layout_tuner.device.event", queue.event)
+    monkeypatch.setattr("layout_tuner.device.synchronize", lambda device: queue.sleep(1.0))
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", lambda *size, **named: queue)
+        return EventTimer(torch.device("cpu"), **named)
+
+
+@pytest.mark.parametrize("l2", ["warm", "cold"])
+@pytest.mark.parametrize("queueing_us", [10.0, 670.0, 3000.0])
+def test_a_chain_is_timed_as_the_device_runs_it_however_long_the_host_queues(
+    l2: str, queueing_us: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = Queue(fill_us=30.0)
+    timer = queued_timer(queue, monkeypatch, l2=l2)
+    kernels_us = [4.0 + i for i in range(20)]
+    (sample,) = timer.round_us([lambda: queue.work(queueing_us, *kernels_us)])
+    assert sample == pytest.approx(sum(kernels_us))
+
+
+def test_a_sample_that_was_not_held_long_enough_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = Queue(fill_us=30.0)
+    timer = queued_timer(queue, monkeypatch)
+    slow = itertools.chain([100.0, 2000.0, 2000.0], itertools.repeat(500.0))  # the host was interrupted
+
+    assert timer.round_us([lambda: queue.work(next(slow), 10.0, 10.0)]) == [pytest.approx(20.0)]
+
+
+def test_holding_has_an_end_and_is_not_tried_with_fills_that_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = Queue(fill_us=30.0)
+    timer = queued_timer(queue, monkeypatch)
+    queue.fills = 0
+    timer.round_us([lambda: queue.work(1e5, 10.0, 10.0)])
+    assert queue.fills <= MOST_HOLD_US / 30.0
+    queue = Queue(fill_us=5.0)
+    timer = queued_timer(queue, monkeypatch)
+    queue.fills = 0
+    timer.round_us([lambda: queue.work(670.0, 10.0, 10.0)])
+    assert queue.fills == 1
+
+
+def test_a_device_settles_or_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = Queue(fill_us=30.0)
+    timer = queued_timer(queue, monkeypatch)
+    assert timer.settled(0.0)
+    queue.work(1.0, 5e6)
+    assert not timer.settled(2.0)
+    assert timer.settled(4.0)
+    assert HostTimer().settled(0.0)
 
 
 def test_an_error_belongs_to_the_callable_that_raised_it() -> None:

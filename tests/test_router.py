@@ -44,6 +44,9 @@ class NeverTimed:
     def round_us(self, runs: object) -> list[float]:
         raise AssertionError("tuned")
 
+    def settled(self, seconds: float) -> bool:
+        raise AssertionError("tuned")
+
 
 class Counted(Router):
     """Counts misses and tunings; tuning decides for the last candidate without running anything."""

@@ -4,7 +4,7 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -19,9 +19,19 @@ from layout_tuner.experiment import as_tuple
 from layout_tuner.measure import RunError
 from layout_tuner.numerics import error
 from layout_tuner.tuner import Check, Measurement, Outcome, Runs, Trial, tune
+from layout_tuner.watchdog import left_behind, run_within
 
 MEASURE = Measure(warmup_rounds=1, min_rounds=15, max_rounds=15)
 DEFAULT = "a"
+
+
+@pytest.fixture(autouse=True)
+def _nobody_is_left_behind() -> Iterator[None]:
+    """Threads that a test let go have ended before the next begins."""
+    yield
+    patience = time.monotonic() + 30.0
+    while left_behind() and time.monotonic() < patience:
+        time.sleep(0.01)
 
 
 def decide(trials: Sequence[Trial], timer: SetTimer, default: str = DEFAULT, **named: object) -> Outcome:
@@ -254,6 +264,48 @@ def test_a_default_that_hangs_is_an_error_within_the_budget() -> None:
     gate = threading.Event()
     with pytest.raises(TuningError, match=r"a: failed: TimeoutError: no result within its time; b: skipped"):
         decide([hanging("a", gate), trial("b")], set_times({}), tuning=Tuning(budget_s=0.2))
+    gate.set()
+
+
+@pytest.mark.parametrize("default", ["b", "d"])
+def test_nobody_is_blamed_for_a_device_that_another_occupies(default: str) -> None:
+    gate = threading.Event()
+    timer = set_times({"a": 1.0, "b": 10.0})
+    timer.comes_back = False
+    trials = [trial("b"), trial("a"), hanging("c", gate), trial("e")]
+    if default == "d":
+        trials.append(raising("d", RuntimeError("broken")))
+    outcome = decide(trials, timer, default, tuning=Tuning(budget_s=1.0))
+    gate.set()
+    assert not timer.orders, "something was timed"
+    assert (outcome.winner, outcome.stopped, outcome.rounds) == ("b" if default == "b" else "a", "busy", 0)
+    states = {found.id: (found.state, found.failure) for found in outcome.measurements}
+    assert states["a"] == states["b"] == ("ok", "")
+    assert states["c"] == ("failed", "timeout")
+    assert states["e"] == ("skipped", "timeout")
+    assert outcome.measurement(outcome.winner).reason == "not timed: c, which was given up, still occupied the device"
+    assert outcome.measurement("a").end_to_end_us is None
+
+
+def test_a_default_that_does_not_end_while_it_is_timed_leaves_the_others_unblamed() -> None:
+    timer = Breaking({"a": 10.0, "b": 1.0, "c": 8.0}, "a", TimeoutError("it does not end"), 5)
+    timer.comes_back = False
+    outcome = decide([trial("a"), trial("c"), trial("b")], timer)
+    assert [(m.id, m.state) for m in outcome.measurements] == [("a", "failed"), ("c", "ok"), ("b", "ok")]
+    assert (outcome.winner, outcome.stopped) == ("b", "busy")
+    assert "a, which was given up" in outcome.measurement("c").reason
+
+
+def test_a_device_that_an_earlier_tuning_left_busy_is_no_fault_of_the_next_default() -> None:
+    gate = threading.Event()
+    with pytest.raises(TimeoutError):
+        run_within(0.1, lambda: gate.wait(60.0))
+    timer = set_times({"a": 10.0, "b": 8.0})
+    timer.comes_back = False
+    with pytest.raises(TuningError, match="an earlier tuning gave up still occupies the device"):
+        decide([trial("a"), trial("b")], timer)
+    timer.comes_back = True
+    assert decide([trial("a"), trial("b")], timer).winner == "b"
     gate.set()
 
 

@@ -12,7 +12,18 @@ from timers import RIGHT
 
 import layout_tuner
 from layout_tuner import device as devices
-from layout_tuner import environment, footprint, numerics, ops, reference, registry, router
+from layout_tuner import (
+    environment,
+    explanation,
+    footprint,
+    numerics,
+    ops,
+    reference,
+    registry,
+    router,
+    warming,
+    watchdog,
+)
 from layout_tuner.config import Config, Measure, Tuning
 from layout_tuner.errors import TooLittleMemoryError
 from layout_tuner.keys import bucket
@@ -158,6 +169,73 @@ def test_a_candidate_that_hangs_is_recorded_and_the_call_is_right(sim, tmp_path)
     states = {m.candidate: (m.state, m.failure) for m in decision.measurements}
     assert states["sub/g=T_CONTIG"] == ("failed", "timeout")
     assert decision.candidate == "sub/g=STRIDE_HV", "the best so far is kept"
+
+
+@pytest.fixture
+def occupied(sim, monkeypatch) -> Iterator[list[float]]:
+    """Puts the time until which a launch keeps the device busy into a list; events and waits heed it."""
+    until = [0.0]
+    make_event, synchronize = devices.event, devices.synchronize
+
+    class Event:
+        def __init__(self, device: torch.device) -> None:
+            self.real = make_event(device)
+            self.record = self.real.record
+
+        def query(self) -> bool:
+            return self.real.query() and time.monotonic() >= until[0]
+
+        def elapsed_time(self, end: "Event") -> float:
+            return self.real.elapsed_time(end.real)
+
+    def wait(device: torch.device) -> None:
+        time.sleep(max(0.0, until[0] - time.monotonic()))  # as in a driver: no exception reaches its thread there
+        synchronize(device)
+
+    monkeypatch.setattr(devices, "event", Event)
+    monkeypatch.setattr(devices, "synchronize", wait)
+    yield until
+    while watchdog.left_behind():
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("hung", [DEFAULT, "sub/g=STRIDE_HV"], ids=["the first rival", "a later one"])
+def test_nobody_else_is_blamed_for_a_device_that_a_candidate_occupies(sim, tmp_path, occupied, hung):
+    def occupy(launch) -> float:
+        occupied[0] = time.monotonic() + 6.0
+        return 0.1
+
+    default = SPEC.default(KEY, devices.chip(npu())).id
+    hung = hung if hung != default else OTHER
+    set_costs(sim, dict(zip(CANDIDATES, (2.0, 1.0, 0.5, 0.1), strict=True)))
+    variant, _, plan = hung.partition("/g=")
+    sim.launch_cost(f"chunk_bwd_dv_local_{variant}", occupy, G_T_CONTIG=plan == "T_CONTIG")
+    start = time.monotonic()
+    with layout_tuner.enable(config(tmp_path, budget_s=3.0)):
+        assert_right(arguments())
+        assert time.monotonic() - start < 60.0
+        assert_right(arguments())
+    assert launched(sim)[-1] == default
+    made = Router(config(tmp_path))
+    (decision,) = made.store.decisions()
+    found = {m.candidate: m for m in decision.measurements}
+    assert (found[hung].state, found[hung].failure) == ("failed", "timeout")
+    assert not [m for name, m in found.items() if name != hung and m.state in ("failed", "wrong")]
+    assert decision.candidate == default
+    assert found[default].end_to_end_us is None
+    assert found[default].reason == f"not timed: {hung}, which was given up, still occupied the device"
+    assert found[default].reason in explanation.explain_key(made, SPEC, KEY, npu()).reason
+    # Once the device is back, a resumed warm-up times what was not timed, and leaves out what hung.
+    while time.monotonic() < occupied[0]:
+        time.sleep(0.1)
+    before = len(sim.launches())
+    assert warming.unfinished(decision)
+    row = warming.warm_key(made, SPEC, KEY, npu(), again=True)
+    made.close()
+    assert row.status == "tuned"
+    assert not warming.unfinished(row.decision)
+    assert hung not in launched(sim)[before:]
+    assert row.decision.candidate == "sub/g=T_CONTIG", "the fastest of the rest"
 
 
 # -- luck --------------------------------------------------------------------------------------------------------

@@ -21,11 +21,15 @@ class SetTimer:
     def __init__(self, time_us: Callable[[str, int], float]) -> None:
         self.time_us = time_us
         self.orders: list[tuple[str, ...]] = []
+        self.comes_back = True
 
     def round_us(self, runs: Sequence[Run]) -> list[float]:
         names = tuple(name_of(run) for run in runs)
         self.orders.append(names)
         return [self.time_us(name, place) for place, name in enumerate(names)]
+
+    def settled(self, seconds: float) -> bool:
+        return self.comes_back
 
 
 def set_times(times: Mapping[str, float]) -> SetTimer:
