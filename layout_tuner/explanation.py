@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -79,12 +79,24 @@ def explain(
         ConfigError: Something that cannot be used; one message names all of it.
     """
     settings = config if isinstance(config, Config) else Config.load(config)
-    if cache is not None:
-        settings = settings.model_copy(update={"cache": settings.cache.model_copy(update={"path": os.fspath(cache)})})
     row = dict(shape) | {"op": op} | ({} if form is None else {"forms": [form]})
     wanted, refused = keys(parse_shapes([row], "shape"), settings.keys.bucket)
     if refused:
         raise ConfigError("; ".join(refused))
+    return explain_keys(wanted, config=settings, cache=cache, device=device)
+
+
+def explain_keys(
+    wanted: Sequence[tuple[OpSpec, Key]],
+    *,
+    config: Config | str | os.PathLike[str] | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    device: str | torch.device | None = None,
+) -> tuple[Explanation, ...]:
+    """Say what runs for keys, T as it is tuned, and why; arguments as `explain` has them."""
+    settings = config if isinstance(config, Config) else Config.load(config)
+    if cache is not None:
+        settings = settings.model_copy(update={"cache": settings.cache.model_copy(update={"path": os.fspath(cache)})})
     where = devices.resolve(str(device) if device is not None else None)
     router = Router(settings, on_miss="default")
     with closing(router):

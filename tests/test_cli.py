@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 from command import TUNER, Result, finish, rows, run_here, shape, shapes_file, start, wait_for_rows
-from dv_local import CANDIDATES, SPEC
+from dv_local import CANDIDATES, FORM, SPEC
+from layout_tuner.cache.faults import Fault, StoreError
 from timers import set_times
 
 import layout_tuner
 from layout_tuner import warming
-from layout_tuner.errors import REFUSAL
+from layout_tuner.errors import REFUSAL, ConfigError, TuningError, UnsupportedProblemError
 from layout_tuner.router import Router
 
 WINNER = "full/g=T_CONTIG"
@@ -139,7 +140,70 @@ def test_a_spent_budget_leaves_keys(tuner: Tuner, tmp_path: Path, cache: Path) -
     assert "1 left" in done.out
 
 
+# -- explain -----------------------------------------------------------------------------------------------------
+
+SHAPE = "T=16,H=1,HV=2,K=16,dtype=fp32"
+
+
+def test_explain_says_what_is_stored_and_stores_nothing(tuner: Tuner, tmp_path: Path, cache: Path) -> None:
+    tuner("warmup", "--shapes", shapes_file(tmp_path, shape()), "--cache", cache)
+    before = cache.read_bytes()
+    asked = ("explain", "--op", SPEC.name, "--form", FORM, "--cache", cache, "--device", "cpu")
+    done = tuner(*asked, "--shape", SHAPE)
+    assert done.status == 0, done.err
+    saved = f"{WINNER} saves 20.0 % [20.0, 20.0] of full/g=STRIDE_HV"
+    assert f"runs {WINNER}: measured in user: {cache}: {saved}" in done.out
+    (found,) = json.loads(tuner(*asked, "--shape", SHAPE, "--json").out)["keys"]
+    assert (found["candidate"], found["source"], found["layer"]) == (WINNER, "measured", f"user: {cache}")
+    assert {each["candidate"] for each in found["decision"]["measurements"]} == set(CANDIDATES)
+    (near,) = json.loads(tuner(*asked, "--shape", SHAPE.replace("16", "32", 1), "--json").out)["keys"]
+    assert (near["source"], near["decision"]) == ("default", None)
+    assert near["differing"] == {"T": ["32", "16"]}
+    assert cache.read_bytes() == before
+
+
+def test_explain_complains_of_what_it_cannot_use(tuner: Tuner, tmp_path: Path, cache: Path) -> None:
+    missing = tuner("explain", "--op", SPEC.name, "--shape", SHAPE, "--cache", cache)
+    assert (missing.status, missing.out) == (2, "")
+    assert "decisions.sqlite" in missing.err
+    assert not cache.exists()
+    both = tuner("explain", "--op", SPEC.name, "--shape", SHAPE, "--cache", cache, "--target", "Ascend910B3")
+    assert both.status == 2
+    assert "neither --cache nor --device" in both.err
+    refused = tuner("explain", "--op", SPEC.name, "--shape", SHAPE.replace("K=16", "K=300"), "--device", "cpu")
+    assert refused.status == 1
+    assert "unsupported: chunk_bwd_dv_local: K=300" in refused.out
+
+
 # -- exit status 1 and 2 -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("raised", "status"),
+    [
+        (ConfigError("bad"), 2),
+        (UnsupportedProblemError("op", ["bad"]), 2),
+        (StoreError("bad", Fault.FOREIGN), 2),
+        (StoreError("bad", Fault.BUSY), 1),
+        (StoreError("bad", Fault.READ_ONLY), 1),
+        (TuningError("bad"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+    ids=lambda value: value if isinstance(value, int) else type(value).__name__,
+)
+def test_the_exit_status_tells_bad_input_from_failed_work(
+    raised: BaseException, status: int, tuner: Tuner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: object, **named: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(warming, "warmup", fail)
+    done = tuner("warmup", "--shapes", "any.json")
+    assert (done.status, done.out) == (status, "")
+    assert done.err.strip().endswith("" if status == 130 else "bad")
+
+
+# -- what fails, and what cannot be used -------------------------------------------------------------------------
 
 
 def test_what_no_kernel_serves_fails_and_the_rest_is_tuned(tuner: Tuner, tmp_path: Path, cache: Path) -> None:

@@ -1,4 +1,4 @@
-"""`tuner explain`: the candidates of a call side by side, as Ascend's compiler sees them, line by line."""
+"""`tuner explain`: which decision a call follows, or its candidates side by side as Ascend's compiler sees them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import console, print_json
+from .common import console, print_json, use_interpreter_on_cpu
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from layout_tuner.ascend.candidates import CandidateReport
     from layout_tuner.ascend.compiler import Compiler
     from layout_tuner.ascend.targets import Target
+    from layout_tuner.explanation import Explanation
     from layout_tuner.keys import Key
     from layout_tuner.registry import OpSpec
 
@@ -43,13 +44,27 @@ ROWS: tuple[tuple[str, str, int], ...] = (
 
 def explain(
     shape: Annotated[str, typer.Option(help="As in a shapes file: B=2,T=2048,H=4,HV=8,K=64,V=64,dtype=bf16.")],
-    target: Annotated[str, typer.Option(help="SoC to compile for, such as Ascend910B3.")],
+    target: Annotated[
+        str | None, typer.Option(help="SoC to compile for, such as Ascend910B3; default: explain what is stored.")
+    ] = None,
     op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
     form: Annotated[str | None, typer.Option(help="A standard form's name, or a form; default: each of them.")] = None,
+    cache: Annotated[Path | None, typer.Option(help="File of decisions; default: the user's cache folder.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="npu, cuda, cuda:1, cpu; default: the accelerator there is, else the CPU.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="Settings; default: tuner.toml here, if any.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
-    """Say why a kernel is slow: what each candidate moves and computes, what differs, and on which source line."""
+    """Say which stored decision a call follows and why; with --target, why a kernel is slow.
+
+    That is what each candidate moves and computes, what differs, and on which source line.
+    """
+    if target is None:
+        explain_stored(shape, op=op, form=form, cache=cache, device=device, config=config, json=json)
+        return
+    if cache is not None or device is not None:
+        raise typer.BadParameter("--target compiles, and takes neither --cache nor --device")
     from layout_tuner import ops as _ops  # noqa: F401  registers every op
     from layout_tuner.ascend.candidates import cases_of, compile_candidates
     from layout_tuner.ascend.targets import target_named
@@ -72,6 +87,68 @@ def explain(
             console().print(f"unsupported: {reason}", markup=False)
     if refused or not all(report.ok for report in reports):
         raise typer.Exit(1)
+
+
+def explain_stored(
+    shape: str,
+    *,
+    op: str | None,
+    form: str | None,
+    cache: Path | None,
+    device: str | None,
+    config: Path | None,
+    json: bool,
+) -> None:
+    """Print which decision each key follows, with its evidence, or which stored key is nearest."""
+    if cache is not None:
+        from layout_tuner.cache.store import require_existing
+
+        require_existing(cache.expanduser())
+    use_interpreter_on_cpu(device)
+    from layout_tuner.explanation import explain_keys
+
+    wanted, refused = wanted_keys(shape, op, form, config)
+    found = explain_keys(wanted, config=config, cache=cache, device=device)
+    if json:
+        print_json({"keys": [stored_json(each) for each in found], "refused": refused})
+    else:
+        print_stored(found, refused)
+    if refused:
+        raise typer.Exit(1)
+
+
+def print_stored(found: Sequence[Explanation], refused: Sequence[str]) -> None:
+    """What runs for each key and why, one paragraph a key."""
+    from .decisions import decision_table
+
+    out = console()
+    for each in found:
+        out.print(f"{each.key}\nruns {each.candidate}: {each.reason}", markup=False, soft_wrap=True)
+        if each.decision is not None:
+            out.print(decision_table([(each.decision, each.source)]))
+    for reason in refused:
+        out.print(f"unsupported: {reason}", markup=False)
+    for place in dict.fromkeys(each.environment for each in found):
+        out.print(f"environment {place}", markup=False)
+
+
+def stored_json(found: Explanation) -> dict[str, Any]:
+    """An explanation as one JSON object."""
+    import dataclasses
+
+    from .decisions import decision_json
+
+    return {
+        "key": dataclasses.asdict(found.key),
+        "environment": found.environment,
+        "candidate": found.candidate,
+        "source": found.source,
+        "reason": found.reason,
+        "layer": found.layer,
+        "decision": found.decision and decision_json(found.decision),
+        "nearest": found.nearest and decision_json(found.nearest),
+        "differing": {name: list(both) for name, both in found.differing.items()},
+    }
 
 
 def wanted_keys(
