@@ -43,12 +43,14 @@ class Style:
         target: Name of the backend.
         quiet: Expression that says that nothing of Triton's watches launches; while a profiler or a hook does, they go
             through Triton, which serves it.
-        call: The launcher's arguments before the kernel's.
+        call: The launcher's arguments before the kernel's; here as in `quiet`, what differs from launch to launch
+            stands in braces: `grid`, `stream`, `kernel` and what `names` gives.
         addresses: Whether pointers are handed over as addresses; a tensor costs the launcher a method call and a
             question to the driver.
         constants: Whether the launcher takes the compile-time constants too.
         most_programs: The largest grid that Triton lets pass unseen.
-        names: What `quiet` and `call` name, from the compiled kernel; None where it is to be launched by Triton.
+        names: The launcher, `start`, and what `quiet` and `call` name, from the compiled kernel; None where it is to
+            be launched by Triton.
     """
 
     distribution: str
@@ -100,10 +102,12 @@ STYLES = (
         version="3.6",
         target="cuda",
         quiet=(
-            "not (runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls or kernel.pre_run_hooks"
-            " or compilation.instrumentation_mode) and runtime.debug == debug"
+            "not ({runtime}.launch_enter_hook.calls or {runtime}.launch_exit_hook.calls or {kernel}.pre_run_hooks"
+            " or {compilation}.instrumentation_mode) and {runtime}.debug == {debug}"
         ),
-        call="grid, 1, 1, stream(device), function, cooperative, dependent, None, None, metadata, None, None, None",
+        call=(
+            "{grid}, 1, 1, {stream}, {function}, {cooperative}, {dependent}, None, None, {metadata}, None, None, None"
+        ),
         addresses=True,
         constants=True,
         most_programs=INT32_MAX,
@@ -114,8 +118,8 @@ STYLES = (
         distribution="triton-ascend",
         version="3.2",
         target="npu",
-        quiet="hooks.launch_enter_hook is None and hooks.launch_exit_hook is None and not kernel.pre_run_hooks",
-        call="grid, 1, 1, stream(device), function, metadata, None, None, None",
+        quiet=("{hooks}.launch_enter_hook is None and {hooks}.launch_exit_hook is None and not {kernel}.pre_run_hooks"),
+        call="{grid}, 1, 1, {stream}, {function}, {metadata}, None, None, None",
         addresses=False,
         constants=False,
         most_programs=65535,
@@ -199,23 +203,20 @@ def facts(parameters: Sequence[Any], arguments: Sequence[Any]) -> Facts | None:
 
 
 def direct_launch(
-    how: Style, kernel: Any, constants: Mapping[str, Constant], known: Facts, compiled: Any
-) -> DirectLaunch | None:
+    how: Style, kernel: Any, constants: Mapping[str, Constant], known: Facts, names: Mapping[str, Any]
+) -> DirectLaunch:
     """A function that launches a compiled kernel for arguments of these facts, and answers False for any other.
 
     Args:
         how: The style of this Triton.
         kernel: The jitted function.
         constants: Its compile-time constants.
-        known: The facts that `compiled` was compiled for.
-        compiled: What Triton launched for them.
+        known: The facts that the kernel was compiled for.
+        names: What the style takes from what Triton compiled for them.
 
     Returns:
-        `launch(grid, *arguments) -> bool`; None where Triton has to launch this kernel.
+        `launch(grid, *arguments) -> bool`.
     """
-    names = how.names(compiled)
-    if names is None:
-        return None
     device, each = known
     scope: dict[str, Any] = {**names, "kernel": kernel, "stream": devices.raw_stream(), "device": device}
     scope |= {f"t{i}": fact[0] for i, fact in enumerate(each) if isinstance(fact, tuple)}
@@ -230,6 +231,13 @@ def direct_launch(
 def code(text: str) -> CodeType:
     """A source, compiled once: kernels of one form share it."""
     return compile(text, "<direct launch>", "exec")
+
+
+class AsNamed(dict[str, str]):
+    """What stands for the names in a style's texts: themselves, where nothing else is given."""
+
+    def __missing__(self, name: str) -> str:
+        return name
 
 
 def source(how: Style, each: Sequence[object], constants: int) -> str:
@@ -248,7 +256,7 @@ def source(how: Style, each: Sequence[object], constants: int) -> str:
     conditions += [f"a{i} is None" for i, fact in enumerate(each) if fact is None]
     conditions += [f"type(a{i}) is float" for i, fact in enumerate(each) if fact is float]
     conditions += [f"0 <= {' | '.join(numbers)} <= {INT32_MAX}"] if numbers else []
-    conditions += [f"0 < grid <= {how.most_programs}", how.quiet]
+    conditions += [f"0 < grid <= {how.most_programs}", how.quiet.format_map(AsNamed())]
     aligned = [f"p{i}" for i in tensors if each[i][1] is True]  # type: ignore[index]
     shifted = [f"p{i}" for i in tensors if each[i][1] is False]  # type: ignore[index]
     alignment = [f"not ({' | '.join(aligned)}) % {ALIGNMENT}"] if aligned else []
@@ -266,7 +274,7 @@ def source(how: Style, each: Sequence[object], constants: int) -> str:
             ["        return False"],
             [f"    if not ({' and '.join(alignment) or 'True'}):"],
             ["        return False"],
-            [f"    start({how.call}, {', '.join(handed)})"],
+            [f"    start({how.call.format_map(AsNamed(stream='stream(device)'))}, {', '.join(handed)})"],
             ["    return True"],
         )
     )

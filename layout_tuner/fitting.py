@@ -63,6 +63,11 @@ def signature(
         return (object(),)
 
 
+def facts(tensors: Operands) -> tuple[Facts | None, ...]:
+    """Every fact of tensors, strides included."""
+    return tuple([None if x is None else Facts(x.shape, x.dtype, x.device, memory(x, True)) for x in tensors])
+
+
 def memory(tensor: torch.Tensor, time_axis: bool) -> tuple[int, ...] | bool:
     """How an operand lies: whether it is row-major, or the strides of a time-axis operand that is not."""
     return tensor.is_contiguous() or (tensor.stride() if time_axis else False)
@@ -104,6 +109,17 @@ def fitting(known: Signature, check: Check | None = None) -> Fits:
     """
     made: Fits = generated(known, check, "fits", None, 0)
     return made
+
+
+def fitting_tensors(known: Sequence[Facts | None], check: Check | None = None) -> Callable[[Operands], bool]:
+    """The test for tensors of these facts alone.
+
+    Args:
+        known: What `facts` made of tensors.
+        check: Their `guard`.
+    """
+    fits = fitting(("", (), (), None, None, *known), check)
+    return lambda tensors: fits(tensors, (), None, None)
 
 
 def running(

@@ -59,6 +59,11 @@ def intercepting(handler: Handler) -> Iterator[None]:
         _intercepting.handler = previous
 
 
+def intercepted() -> bool:
+    """Whether any thread intercepts launches."""
+    return _interceptors > 0
+
+
 @contextmanager
 def recording() -> Iterator[list[LaunchRecord]]:
     """Record this thread's launches instead of running them; tensors may be on the `meta` device."""
@@ -79,14 +84,16 @@ class BoundKernel:
     Attributes:
         direct: Launches what was compiled for the newest kind of arguments; answers whether it did.
         variants: The same for every kind there was; None for one that Triton has to launch.
+        names: What launching each kind takes, see `direct.Style.names`; None likewise.
     """
 
-    __slots__ = ("constants", "direct", "kernel", "parameters", "style", "variants")
+    __slots__ = ("constants", "direct", "kernel", "names", "parameters", "style", "variants")
 
     def __init__(self, kernel: Any, constants: Mapping[str, Constant]) -> None:
         self.kernel = kernel
         self.constants = dict(constants)
         self.variants: dict[direct.Facts, DirectLaunch | None] = {}
+        self.names: dict[direct.Facts, Mapping[str, Any] | None] = {}
         self.direct: DirectLaunch = self.first
         self.parameters: list[Any] | None = None
         self.style: direct.Style | None = None
@@ -148,7 +155,10 @@ class BoundKernel:
     def keep(self, known: direct.Facts, compiled: Any) -> None:
         """Launch what was compiled for these facts directly from now on."""
         assert self.style is not None
-        made = direct.direct_launch(self.style, self.kernel, self.constants, known, compiled)
+        names = self.names[known] = self.style.names(compiled)
+        made = None
+        if names is not None:
+            made = direct.direct_launch(self.style, self.kernel, self.constants, known, names)
         self.variants[known] = made
         if made is not None:
             self.direct = made

@@ -22,6 +22,7 @@ from ..layouts import Layout, LayoutPlan
 from ..packing import prepare_chunk_indices
 from ..registry import Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
 from .activations import BetaGate, RowNorm
+from .replay import Replayed
 
 RCP_LN2 = 1.4426950408889634
 
@@ -390,6 +391,7 @@ class Chain:
                 self.gate_bwd = self._stage("gdn_gate_bwd", {**raw, **bias}, plan, raw_dtype)
         self.beta_gate = BetaGate(problem, layout)
         self.row_norm = RowNorm(problem) if form.flag("use_qk_l2norm_in_kernel") else None
+        self.dense_forward, self.dense_backward = Replayed(self._dense_forward), Replayed(self._dense_backward)
 
     def _stage(
         self, op: str, entries: dict[str, str], plan: LayoutPlan | None = None, dtype: str | None = None
@@ -421,7 +423,25 @@ class Chain:
         cu_seqlens: Tensor | None,
         chunk_indices: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Saved]:
-        """Output, final state, and what the backward needs."""
+        """Output, final state, and what the backward needs; from a prepared list where the batch is not packed."""
+        if cu_seqlens is None:
+            o, final_state, *saved = self.dense_forward(tuple(inputs), scale)
+            return present(o), final_state, Saved(*saved)  # type: ignore[arg-type]
+        return self.launch_forward(inputs, scale, cu_seqlens, chunk_indices)
+
+    def _dense_forward(self, tensors: Sequence[Tensor | None], scale: float | None) -> tuple[Tensor | None, ...]:
+        """The forward as a function of tensors."""
+        o, final_state, saved = self.launch_forward(Inputs._make(tensors), scale, None, None)
+        return (o, final_state, *saved)
+
+    def launch_forward(
+        self,
+        inputs: Inputs,
+        scale: float | None,
+        cu_seqlens: Tensor | None,
+        chunk_indices: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Saved]:
+        """The forward, stage by stage."""
         q, k, v, g, beta, A_log, dt_bias, initial_state = inputs
         if cu_seqlens is not None and chunk_indices is None:
             chunk_indices = prepare_chunk_indices(cu_seqlens, self.BT, tokens=v.shape[1])
@@ -454,7 +474,32 @@ class Chain:
         cu_seqlens: Tensor | None,
         chunk_indices: Tensor | None,
     ) -> Gradients:
-        """Gradients of the inputs that `wanted` names, in the forward's order; what only others need is not run.
+        """Gradients of the inputs that `wanted` names, in the forward's order; from a prepared list likewise."""
+        do = do.contiguous()
+        dht = None if dht is None else dht.contiguous()
+        if cu_seqlens is None:
+            gradients = self.dense_backward((*saved, do, dht), tuple(wanted), scale)
+            return Gradients._make(gradients)
+        return self.launch_backward(saved, do, dht, wanted, scale, cu_seqlens, chunk_indices)
+
+    def _dense_backward(
+        self, tensors: Sequence[Tensor | None], wanted: Sequence[bool], scale: float | None
+    ) -> tuple[Tensor | None, ...]:
+        """The backward as a function of tensors."""
+        *saved, do, dht = tensors
+        return self.launch_backward(Saved._make(saved), present(do), dht, wanted, scale, None, None)
+
+    def launch_backward(
+        self,
+        saved: Saved,
+        do: Tensor,
+        dht: Tensor | None,
+        wanted: Sequence[bool],
+        scale: float | None,
+        cu_seqlens: Tensor | None,
+        chunk_indices: Tensor | None,
+    ) -> Gradients:
+        """The backward, stage by stage; what only gradients that are not wanted need is not run.
 
         Saved-tensor hooks may hand a gate back in another layout, so its arrival is read, not assumed.
         """
@@ -465,7 +510,6 @@ class Chain:
         q, k, v, A, initial_state = saved.q, saved.k, saved.v, saved.A, saved.initial_state
         G = None if saved.g is None else layouts.in_layout(saved.g, self.layout)
         beta = layouts.in_layout(saved.beta, self.layout)
-        do = do.contiguous()
 
         w, u = self.recompute_w_u(k, v, beta, A, G, *packed)
         h, v_new, _ = self.recompute_h(k, w, u, G, None, initial_state, *packed)
@@ -474,7 +518,6 @@ class Chain:
         if dht is None:
             dh, dh0, du = self.dhu(q, k, w, do, dv_local, G, None, initial_state, None, scale, *packed)
         else:
-            dht = dht.contiguous()
             dh, dh0, du = self.dhu_last(q, k, w, do, dv_local, G, None, initial_state, dht, scale, *packed)
         del dv_local
         if not any(wanted[:-1]):
