@@ -2,6 +2,7 @@
 
 python bench/overhead.py                    # the router on the CPU, and where there is a GPU the launches too
 python bench/overhead.py --rounds 500       # medians of more rounds
+python bench/overhead.py --shapes small     # without the large shape of the chain, for which others tune for minutes
 
 Every number is the median of paired rounds: all things compared run in turn in each round, and a ratio is the median
 of the rounds' ratios, so that whatever else the machine does hits them alike. `floor` is what no router can do
@@ -391,12 +392,12 @@ def counted(function: Callable[[], object]) -> tuple[int, int]:
     return len(kernels_run), allocations
 
 
-def measured(rounds: int) -> Iterator[tuple[str, dict[str, float]]]:
-    """Title and numbers of one comparison after the other."""
+def measured(rounds: int, shapes: tuple[dict[str, int], ...]) -> Iterator[tuple[str, dict[str, float]]]:
+    """Title and numbers of one comparison after the other; the chain at these shapes on a GPU."""
     few = max(10, rounds // 5)
     if torch.cuda.is_available():
         yield "chunk_bwd_dv_local on a GPU, host us", on_a_gpu(rounds, SHAPE)
-        for shape in (SHAPE, LARGE):
+        for shape in shapes:
             title = f"forward and backward of the chain on a GPU, {tuple(shape.values())}, host us"
             yield title, on_the_chain(few, shape)
     else:
@@ -409,10 +410,11 @@ def measured(rounds: int) -> Iterator[tuple[str, dict[str, float]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--shapes", choices=("all", "small"), default="all", help="of the chain on a GPU")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     reports: dict[str, dict[str, float]] = {}
-    for title, report in measured(options.rounds):
+    for title, report in measured(options.rounds, (SHAPE,) if options.shapes == "small" else (SHAPE, LARGE)):
         reports[title] = report
         if not options.json:
             print(f"\n{title}", flush=True)
