@@ -32,6 +32,7 @@ from .time_axis import (
     clear_outside_rows,
     clear_outside_time_axis,
     locate_chunk,
+    store_time_axis,
     time_axis_offset,
     time_axis_stride,
 )
@@ -71,11 +72,15 @@ def _store_rows(
     HV: tl.constexpr,
     BT: tl.constexpr,
     T_CONTIG: tl.constexpr,
+    TIME_IN_COLUMNS: tl.constexpr,
 ):
     """Stores the rows of one chunk of a time-axis tensor."""
     stride: tl.constexpr = time_axis_stride(HV, T_CONTIG)
     p_chunk = p_x + time_axis_offset(i_b, bos, i_h, T, HV, T_CONTIG) + tl.cast(i_t, tl.int64) * BT * stride
-    tl.store(p_chunk + o_c * stride, b_x.to(p_x.dtype.element_ty), mask=m_t)
+    if TIME_IN_COLUMNS:
+        store_time_axis(p_chunk, o_c, b_x, m_t, HV, T_CONTIG)
+    else:
+        tl.store(p_chunk + o_c * stride, b_x.to(p_x.dtype.element_ty), mask=m_t)
 
 
 @triton.jit
@@ -133,6 +138,7 @@ def prepare_wy_repr_bwd_full(
     DB_T_CONTIG: tl.constexpr,
     IS_VARLEN: tl.constexpr,
     RELOAD_LEFT: tl.constexpr,
+    TIME_IN_COLUMNS: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
 ):
     """k `[B, T, H, K]`, v and du `[B, T, HV, V]`, dw `[B, T, HV, K]`, A `[B, T, HV, BT]`, beta and g `[B, T, HV]`
@@ -140,7 +146,9 @@ def prepare_wy_repr_bwd_full(
     dg `[B, T, HV]` (each in either layout).
 
     One loop walks v and du and, in step with them, k and dw. RELOAD_LEFT loads a tile again for each product that it is
-    the left operand of: triton-ascend 3.2 may overwrite a left operand.
+    the left operand of: triton-ascend 3.2 may overwrite a left operand. TIME_IN_COLUMNS stores dbeta and dg as
+    `store_time_axis` does, without which they take more memory than an Ascend core has; a GPU takes a few more
+    instructions for it.
     """
     if IS_VARLEN:
         clear_outside_rows(dk, cu_seqlens, T, N, H * K, BE)
@@ -214,10 +222,10 @@ def prepare_wy_repr_bwd_full(
             b_col = tl.sum(b_M * b_P, axis=0)
             b_X += b_M
             b_dbeta += b_row
-            _store_rows(dbeta, b_dbeta, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, DB_T_CONTIG)
+            _store_rows(dbeta, b_dbeta, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, DB_T_CONTIG, TIME_IN_COLUMNS)
             if USE_G:
                 b_dG = (b_cw + b_row) * b_beta - b_col
-                _store_rows(dg, b_dG, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, DG_T_CONTIG)
+                _store_rows(dg, b_dG, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, DG_T_CONTIG, TIME_IN_COLUMNS)
 
         b_Z = b_X.to(k.dtype.element_ty)
         b_Z = tl.where(o_c[:, None] > o_c[None, :], b_Z, tl.trans(b_Z))

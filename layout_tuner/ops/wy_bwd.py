@@ -79,6 +79,7 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
         DB_T_CONTIG=plan.t_contig("dbeta"),
         IS_VARLEN=key.varlen,
         RELOAD_LEFT=problem.chip.tiles == "ascend",
+        TIME_IN_COLUMNS=problem.chip.tiles == "ascend",
         DOT_PRECISION=problem.dot_precision,
     )
     dbeta_layout, dg_layout, programs = plan["dbeta"], plan["dg"], problem.chip.cube_programs

@@ -23,14 +23,10 @@ assert ops, "importing the ops registers them"
 OPS = registry.names()
 
 
-# Does not pass yet: STRIDE_HV stores of dg and dbeta take more unified buffer than there is; the chain has its kernels.
-AWAITED = ("prepare_wy_repr_bwd", "chunk_gated_delta_rule")
-
-
 def parts(*targets: str) -> list[object]:
     """The matrix in parts, those that are not sampled for the nightly run only."""
     return [
-        pytest.param(part, id=str(part), marks=() if part.sampled and part.op not in AWAITED else pytest.mark.nightly)
+        pytest.param(part, id=str(part), marks=() if part.sampled else pytest.mark.nightly)
         for target in targets
         for op in OPS
         for part in gate.parts(registry.lookup(op), target)
@@ -83,7 +79,7 @@ def execution_cases(op: str) -> list[object]:
             key,
             listed,
             id=str(key).replace(" ", "-"),
-            marks=() if key in sampled and op not in AWAITED else pytest.mark.nightly,
+            marks=() if key in sampled else pytest.mark.nightly,
         )
         for key, listed in cases.items()
         if not gate.refused(spec, key)
