@@ -156,7 +156,8 @@ def chunk_gated_delta_rule_fwd_intra_tiles(
     """`(FUSED, BH, BK)` of `chunk_gated_delta_rule_fwd_intra`: kkt and solve in one kernel, its heads, columns of k.
 
     Ascend's matrix unit cannot read what its vector unit wrote without a way through memory, which leaves nothing to
-    gain from one kernel; and it would need the batched products that its compiler gets wrong.
+    gain from one kernel; and it would need batched products. Of two of those that are added up, the second alone was
+    seen in the module that ascendnpu-ir 1.2.0 makes, where of two plain ones there are both.
     """
     if chip == "ascend":
         return False, 0, 0

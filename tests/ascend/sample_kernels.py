@@ -56,3 +56,15 @@ def wide_integers(x, y, n, N: tl.constexpr):
     i = tl.arange(0, N).to(tl.int64)
     values = tl.load(x + tl.arange(0, N))
     tl.store(y + tl.arange(0, N), tl.where(i < n.to(tl.int64), values, 0.0))
+
+
+@triton.jit
+def added_products(a, b, c, d, out, HEADS: tl.constexpr):
+    """out = a b + c d for `[16, 16]`, or `[HEADS, 16, 16]` where there are several."""
+    i = tl.arange(0, 16)
+    at = i[:, None] * 16 + i[None, :]
+    if HEADS > 1:
+        at = tl.arange(0, HEADS)[:, None, None] * 256 + at[None, :, :]
+    total = tl.dot(tl.load(a + at), tl.load(b + at), input_precision="ieee")
+    total += tl.dot(tl.load(c + at), tl.load(d + at), input_precision="ieee")
+    tl.store(out + at, total)

@@ -87,6 +87,21 @@ def test_a_matrix_product(compiler: Compiler, sample: ModuleType) -> None:
     assert facts.l0c_bytes >= 64 * 64 * 4
 
 
+def test_batched_products_that_are_added_lose_the_first(compiler: Compiler, sample: ModuleType) -> None:
+    # Why `solve_tril` takes one head a task on Ascend. Fails when the compiler is mended.
+    def products(heads: int) -> float:
+        launch = Launch(
+            kernel=sample.added_products,
+            grid=1,
+            arguments=dict.fromkeys(("a", "b", "c", "d", "out"), FP32),
+            constexprs={"HEADS": heads},
+        )
+        return counted(compiler, launch).flops / (2 * 16**3 * heads)
+
+    assert products(1) == 2
+    assert products(4) == 1
+
+
 def test_contents_steer_the_walk(compiler: Compiler, sample: ModuleType) -> None:
     def launch(offsets: list[int]) -> Launch:
         return Launch(
