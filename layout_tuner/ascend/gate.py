@@ -19,6 +19,8 @@ TARGET: Final = "Ascend910B3"
 OTHER_TARGETS: Final = ("Ascend910_9391", "Ascend950PR_9589")
 WIDTHS: Final = ((64, 64), (128, 128), (192, 128), (256, 256))
 DTYPES: Final = ("bfloat16", "float32")
+# Launches the other ops' kernels and has none of its own.
+CHAIN: Final = "chunk_gated_delta_rule"
 # Up to this K and V no optimisation may be given up.
 WIDEST_WITHOUT_NOTES: Final = 128
 
@@ -82,13 +84,15 @@ class Part:
         """Part of every check, where the whole matrix would take too long.
 
         Of the first target half of the parts: with every candidate, every two of width, dtype and kind of batch meet.
-        Of the others one part an op. What has no widths is cheap.
+        Of the others one part an op. What has no widths is cheap. Of the chain, whose kernels are the other ops', a
+        quarter: every width, and every dtype with every kind of batch; on the other targets nothing.
         """
         if self.target != TARGET:
-            return (self.dtype, self.packed) == (DTYPES[0], False)
+            return self.op != CHAIN and (self.dtype, self.packed) == (DTYPES[0], False)
         if self.K == 0:
             return True
-        return self.packed == bool(([K for K, _ in WIDTHS].index(self.K) + DTYPES.index(self.dtype)) % 2)
+        width, dtype = [K for K, _ in WIDTHS].index(self.K), DTYPES.index(self.dtype)
+        return self.packed == bool((width + dtype) % 2) and (self.op != CHAIN or dtype == width // 2)
 
 
 def parts(spec: OpSpec, target: str = TARGET) -> list[Part]:
