@@ -99,11 +99,14 @@ class LayeredStore:
         return self._user.name
 
     @property
+    def kept(self) -> bool:
+        """Whether what was published lies in the user's file, rather than in memory alone."""
+        return not isinstance(self._user, GuardedStore) or self._user.healthy
+
+    @property
     def place(self) -> str:
         """Where what was published lies, for people: the file, or memory while the file cannot be used."""
-        if isinstance(self._user, GuardedStore) and not self._user.healthy:
-            return f"memory only, {self.name} cannot be used"
-        return self.name
+        return self.name if self.kept else f"memory only, {self.name} cannot be used"
 
     def resolve(
         self, key: KeyRecord, environments: Sequence[str], *, known: Iterable[str] | None = None

@@ -96,18 +96,39 @@ def require_existing(path: Path) -> None:
 
 
 def require_place(path: Path) -> None:
-    """Raises `StoreError` where decisions are to be written over something that was never a file of decisions.
+    """Raises `StoreError` where decisions cannot be kept, or over something that was never a file of decisions.
 
-    For commands: a path that cannot be written for another reason leaves them in memory, as it does a job.
+    For commands, whose work would be for nothing: they say so before it. A job keeps decisions in memory there.
     """
     if _URL.match(str(path)):
         raise StoreError(
             "--cache: a file is wanted; a server is named by [cache] url in the settings", Fault.UNAVAILABLE
         )
-    if not path.is_file() or not path.stat().st_size:
+    try:
+        begun = _require_writable(path)
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror or error}", Fault.UNAVAILABLE) from error
+    if not begun:
         return
     try:
         open_for_reading(path).close()
     except StoreError as error:
         if error.fault is Fault.FOREIGN:
             raise
+
+
+def _require_writable(path: Path) -> bool:
+    """Whether a file with content lies at a path; raises `StoreError` where none can lie or be written."""
+    instead = "wanted a file of decisions, or the name of a new one"
+    if path.is_dir():
+        raise StoreError(f"{path}: is a folder; {instead}", Fault.UNAVAILABLE)
+    if path.exists() and not path.is_file():
+        raise StoreError(f"{path}: is no regular file; {instead}", Fault.UNAVAILABLE)
+    above = next(each for each in path.absolute().parents if each.exists())
+    if not above.is_dir():
+        raise StoreError(f"{path}: {above} is no folder; {instead}", Fault.UNAVAILABLE)
+    own = [path] if path.exists() and file_system(path.parent).local else []
+    for place in (above, *own):
+        if not os.access(place, os.W_OK):
+            raise StoreError(f"{path}: {place} cannot be written, so decisions could not be kept", Fault.UNAVAILABLE)
+    return path.exists() and path.stat().st_size > 0

@@ -65,12 +65,14 @@ class Report:
         environment: Where the timings hold.
         store: Where decisions are kept.
         interrupted: Whether Ctrl-C ended it; finished keys are kept.
+        kept: Whether decisions lie in the store, rather than in this process's memory alone.
     """
 
     rows: tuple[Row, ...]
     environment: Environment
     store: str
     interrupted: bool = False
+    kept: bool = True
 
     def count(self, status: Status) -> int:
         """Keys of a status."""
@@ -168,7 +170,13 @@ def warmup(
             rows.append(warm_key(made, spec, key, where, left_s, again=resume))
     except KeyboardInterrupt:
         interrupted = True
-    return Report(rows=tuple(rows), environment=environment(where), store=made.store.place, interrupted=interrupted)
+    return Report(
+        rows=tuple(rows),
+        environment=environment(where),
+        store=made.store.place,
+        interrupted=interrupted,
+        kept=made.store.kept,
+    )
 
 
 class Faults:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,10 +41,7 @@ def warmup(
     json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
     """Tune every key that shapes or misses ask for and that has no decision yet, and store each result at once."""
-    if cache is not None:
-        from layout_tuner.cache.store import require_place
-
-        require_place(cache.expanduser())
+    _require_place(cache, config)
     if target is not None:
         from .predict import predict_shapes
 
@@ -71,8 +69,23 @@ def warmup(
         print_report(report)
     if report.interrupted:
         raise typer.Exit(INTERRUPTED)
-    if report.count("failed") or report.count("unsupported"):
+    if report.count("failed") or report.count("unsupported") or not report.kept:
         raise typer.Exit(1)
+
+
+def _require_place(cache: Path | None, config: Path | None) -> None:
+    """Raises `CacheError` where the file that is named can keep no decisions, before anything is tuned."""
+    from layout_tuner.cache.store import require_place
+    from layout_tuner.config import Config
+    from layout_tuner.errors import ConfigError
+
+    if cache is None:
+        # Settings that cannot be read are complained of with all else that is wrong.
+        with suppress(ConfigError):
+            stated = Config.load(config).cache.path
+            cache = Path(stated) if stated else None
+    if cache is not None:
+        require_place(cache.expanduser())
 
 
 def chosen_ops(names: str | None) -> list[str] | None:

@@ -147,6 +147,22 @@ def test_writing_commands_refuse_what_was_never_theirs(tuner, tmp_path, good, ar
     assert everything(tmp_path) == before
 
 
+@pytest.mark.parametrize("named", ["--cache", "settings"])
+@pytest.mark.parametrize("place", [".", "README.md/decisions.sqlite", "pipe", f"{'long' * 80}.sqlite"])
+def test_nothing_is_tuned_for_a_place_that_keeps_nothing(tuner, tmp_path, monkeypatch, place, named):
+    monkeypatch.setattr("layout_tuner.warming.warmup", lambda *_, **__: pytest.fail("it was tuned"))
+    placed(tmp_path, "text")
+    placed(tmp_path, "pipe")
+    (tmp_path / "shapes.json").write_text("[]")
+    if named == "settings":
+        (tmp_path / "tuner.toml").write_text(f'[cache]\npath = "{place}"\n')
+    before = everything(tmp_path)
+    done = tuner("warmup", "--shapes", "shapes.json", *(["--cache", place] if named == "--cache" else []))
+    assert (done.status, done.out) == (2, "")
+    assert f"error: {place}: " in done.err
+    assert everything(tmp_path) == before
+
+
 # -- where nothing was stored yet --------------------------------------------------------------------------------
 
 
