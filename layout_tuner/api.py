@@ -35,12 +35,16 @@ class Enabled:
 
     def __init__(self, made: Router | None) -> None:
         self._router = made
-        self._ticket = router.push(made) if made is not None else None
+        # Tickets of scopes that are open, and ahead of the first scope the one of the call of `enable`. Lists, because
+        # their append and pop are atomic: threads may share an entry.
+        self._open: list[int] = []
+        self._unscoped = [] if made is None else [router.push(made)]
 
     def __enter__(self) -> Enabled:
-        # Left before, or a decorator: entering it again routes again.
-        if self._router is not None and not router.holds(self._ticket):
-            self._ticket = router.push(self._router)
+        if self._router is not None:
+            ticket = taken(self._unscoped)
+            # Open already, left before, or a decorator: entering it again routes again.
+            self._open.append(ticket if ticket is not None and router.holds(ticket) else router.push(self._router))
         return self
 
     def __exit__(
@@ -48,20 +52,33 @@ class Enabled:
     ) -> None:
         if self._router is None:
             return
-        router.remove(self._ticket)
-        self._router.close()  # it opens again where it is still used, as in a backward outside the scope
+        ticket = taken(self._open)
+        router.remove(taken(self._unscoped) if ticket is None else ticket)
+        if not self._open:
+            self._router.close()  # it opens again where it is still used, as in a backward outside the scope
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Route only inside calls of `function`: the entry is removed here and pushed around each call.
+        """Route only inside calls of `function`: the entry of `enable` is removed and one pushed around each call.
 
         Raises:
-            TypeError: A coroutine or generator function, whose calls return before its body runs.
+            TypeError: Nothing that can be called, a class, or a function whose calls return before its body runs:
+                coroutines and generators, asynchronous ones too.
         """
-        router.remove(self._ticket)
-        if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-            raise TypeError(f"enable: cannot decorate {function.__name__}: use the scope inside its body")
+        self.withdraw()
+        name = getattr(function, "__name__", None) or repr(function)
+        if not callable(function):
+            raise TypeError(f"enable: cannot decorate {name}: wanted a function")
+        if isinstance(function, type):
+            raise TypeError(f"enable: cannot decorate the class {name}: decorate its methods")
+        late = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+        if any(kind(called) for kind in late for called in (function, type(function).__call__)):
+            raise TypeError(f"enable: cannot decorate {name}: use the scope inside its body")
 
         return Routed(self, function)
+
+    def withdraw(self) -> None:
+        """Remove the entry that the call of `enable` pushed, unless a scope is open with it."""
+        router.remove(taken(self._unscoped))
 
     def __reduce__(self) -> tuple[Callable[..., Enabled], tuple[Config | None, Policy | None]]:
         """A copy in another process is an entry with the same settings, which routes nothing yet."""
@@ -109,9 +126,17 @@ class Routed(Generic[P, R]):
 
 def resumed(config: Config | None, on_miss: Policy | None) -> Enabled:
     """What a pickled entry becomes."""
-    entry = Enabled(None if config is None else Router(config, on_miss=on_miss, forced=forced_candidates()))
-    router.remove(entry._ticket)
+    entry = Enabled(None if config is None else router_of(config, on_miss, forced_candidates()))
+    entry.withdraw()
     return entry
+
+
+def taken(tickets: list[int]) -> int | None:
+    """The newest ticket, taken out; None where there is none."""
+    try:
+        return tickets.pop()
+    except IndexError:
+        return None
 
 
 def enable(
@@ -141,6 +166,7 @@ def enable(
         The entry: a context manager and a decorator.
 
     Raises:
+        CacheError: A pin file (`[tuning] pin`) that cannot be used.
         ConfigError: Settings that cannot be used, or a flash-linear-attention that is too old.
     """
     if on_miss not in (None, "tune", "default", "error"):
@@ -153,10 +179,18 @@ def enable(
     if disabled():
         log.warning("LAYOUT_TUNER_DISABLE=1: nothing is routed, the default candidates run")
         return Enabled(None)
-    made = Router(settings, on_miss=on_miss, forced=wanted)
+    made = router_of(settings, on_miss, wanted)
     if fla and settings.routing.fla:
         take_over(made)
     return Enabled(made)
+
+
+def router_of(settings: Config, on_miss: Policy | None, wanted: dict[str, Forced]) -> Router:
+    """A router; a pin file is read now, so that no op finds out that it cannot be used."""
+    made = Router(settings, on_miss=on_miss, forced=wanted)
+    if settings.tuning.pin:
+        _ = made.store
+    return made
 
 
 def forced_candidates() -> dict[str, Forced]:

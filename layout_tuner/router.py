@@ -467,8 +467,13 @@ class Router:
     def missed(
         self, spec: OpSpec, key: Key, device: torch.device, default: Candidate, *, tracing: bool = False
     ) -> Choice:
-        """Tune, run the default, or raise, as the policy says."""
+        """Tune, run the default, or raise, as the policy says; a pin is used instead of all else: none is tuned."""
         policy = self.policy(device)
+        pin = self.config.tuning.pin
+        if pin and policy == "error":
+            raise TuningError(f"{key}: not in the pin file {pin}, and on_miss is 'error'")
+        if pin:
+            return stand_in(default, "not in the pin")
         if policy == "error":
             raise TuningError(f"{key}: no decision in {self.store.name}, and on_miss is 'error'")
         if policy == "default":

@@ -122,6 +122,11 @@ def warmup(
     settings = Config()
     with faults.gathered():
         settings = config if isinstance(config, Config) else Config.load(config)
+        if settings.tuning.pin:
+            raise ConfigError(
+                f"[tuning] pin = {settings.tuning.pin!r}: a pin is used instead of all else, so what is tuned is not: "
+                "warm up with pin = '', then write a new pin with `tuner cache export --pin FILE`"
+            )
     entries: Sequence[Shape] = ()
     with faults.gathered():
         if shapes is None and not from_misses:

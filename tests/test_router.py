@@ -6,7 +6,7 @@ import logging
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +20,7 @@ import pytest
 import torch
 from cases import key_for
 from dv_local import CANDIDATES, SPEC, arguments, assert_right, dv_local, key
+from layout_tuner.cache.pins import write_pins
 from layout_tuner.cache.store import Store
 from layout_tuner.kernels import dv_local as kernels
 from timers import SetTimer, set_times
@@ -131,6 +132,26 @@ def test_scopes_end_in_any_order(config: Config) -> None:
     assert layout_tuner.is_enabled()
     second.__exit__(None, None, None)
     assert not layout_tuner.is_enabled()
+
+
+def test_an_entry_that_is_entered_again_ends_with_its_outer_scope(config: Config) -> None:
+    outside = router.current()
+    with layout_tuner.enable(config) as entry:
+        first = router.current()
+        with entry:
+            assert router.current() is first
+        assert router.current() is first
+        thread = Thread(target=lambda: entry.__exit__(None, None, None) if entry.__enter__() else None)
+        thread.start()
+        thread.join()
+        assert router.current() is first
+        assert entry(layout_tuner.is_enabled)()
+        assert router.current() is first
+    assert router.current() is outside
+    with entry:
+        assert router.current() is first
+    entry.__exit__(None, None, None)
+    assert router.current() is outside
 
 
 def test_an_exception_leaves_the_scope(config: Config) -> None:
@@ -717,11 +738,68 @@ def test_a_scope_may_be_entered_again() -> None:
     assert not layout_tuner.is_enabled()
 
 
-def test_what_returns_before_its_body_runs_cannot_be_decorated() -> None:
-    async def coroutine() -> None: ...
+async def coroutine() -> None: ...
 
-    with pytest.raises(TypeError, match="inside its body"):
-        layout_tuner.enable(fla=False)(coroutine)
+
+def generator() -> Iterator[None]:
+    yield
+
+
+async def asynchronous_generator() -> AsyncIterator[None]:
+    yield
+
+
+class CalledLate:
+    async def __call__(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("thing", "said"),
+    [
+        (coroutine, "coroutine: use the scope inside its body"),
+        (generator, "generator: use the scope inside its body"),
+        (asynchronous_generator, "asynchronous_generator: use the scope inside its body"),
+        (CalledLate(), "use the scope inside its body"),
+        (Model, "the class Model: decorate its methods"),
+        (3, "3: wanted a function"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_decorated(thing: Any, said: str) -> None:
+    with pytest.raises(TypeError, match=f"enable: cannot decorate .*{said}"):
+        layout_tuner.enable(fla=False)(thing)
+    assert not layout_tuner.is_enabled()
+
+
+@pytest.fixture
+def pinned(config: Config, device: torch.device, tmp_path: Path) -> Config:
+    """Settings with a pin file that holds one key."""
+    made = tuning(config)
+    made.tune(SPEC, key(), device)
+    write_pins(tmp_path / "pins.json", list(made.store.decisions()))
+    made.close()
+    return Config(cache=config.cache, tuning={"pin": str(tmp_path / "pins.json")})
+
+
+def test_what_is_not_in_the_pin_is_not_tuned(pinned: Config, device: torch.device) -> None:
+    given = arguments(device, T=21)
+    with entered(Router(pinned, on_miss="tune", timer=NeverTimed())) as made:
+        dv_local(arguments(device))
+        assert_right(dv_local(given), given)
+        assert ran(made) == [SECOND, CANDIDATES[0]]
+        assert [(choice.source, choice.reason) for choice in made.choices.values()] == [
+            ("pinned", ""),
+            ("default", "not in the pin"),
+        ]
+    with entered(Router(pinned, on_miss="error")), pytest.raises(TuningError, match=r"not in the pin file .*pins.json"):
+        dv_local(given)
+
+
+def test_a_pin_that_was_changed_fails_at_enable(pinned: Config) -> None:
+    file = Path(pinned.tuning.pin)
+    file.write_text(file.read_text().replace(SECOND, CANDIDATES[0]))
+    with pytest.raises(CacheError, match="changed after it was written"):
+        layout_tuner.enable(pinned, fla=False)
     assert not layout_tuner.is_enabled()
 
 

@@ -195,6 +195,13 @@ def test_everything_wrong_is_said_at_once(config: Config, tmp_path: Path) -> Non
         warmup(config=config)
 
 
+def test_nothing_is_tuned_beside_a_pin(config: Config) -> None:
+    pinned = config.model_copy(update={"tuning": config.tuning.model_copy(update={"pin": "pins.json"})})
+    with pytest.raises(ConfigError, match=r"pin = 'pins.json': .*warm up with pin = ''.* --pin FILE"):
+        warmup([shape()], config=pinned)
+    assert not Path(config.cache.path).exists()
+
+
 def test_a_missed_key_is_the_key_of_the_call(config: Config, device: torch.device) -> None:
     miss(config, device, 20)
     made = Router(config)
