@@ -42,6 +42,42 @@ def prepare_chunk_indices(
     return indices
 
 
+def chunks_of(
+    cu_seqlens: torch.Tensor,
+    chunk_indices: torch.Tensor | None,
+    chunk_size: int,
+    tokens: int,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The chunks of a packed batch: the caller's, as far as the host can tell that they are right, else made here.
+
+    Starts on the host, and starts on a device whose chunks were made here before, are compared with what the caller
+    gave; else nothing waits for the device, and only more chunks than `tokens` can have are refused.
+
+    Raises:
+        ValueError: Chunks of other sequences or of another chunk size, or starts that `prepare_chunk_indices` refuses.
+    """
+    if chunk_indices is None:
+        return prepare_chunk_indices(cu_seqlens, chunk_size, cu_seqlens_cpu, tokens)
+    on_host = cu_seqlens.device.type == "cpu" or cu_seqlens_cpu is not None
+    known = _memo.get(_slot(cu_seqlens, chunk_size))
+    if on_host or (known is not None and known[0]() is cu_seqlens):
+        wanted = prepare_chunk_indices(cu_seqlens, chunk_size, cu_seqlens_cpu, tokens)
+        right = chunk_indices is wanted or chunk_indices.shape == wanted.shape
+        if right and chunk_indices is not wanted and chunk_indices.device.type == "cpu":
+            right = torch.equal(chunk_indices.long(), wanted.long())
+        most = wanted.shape[0]
+    else:
+        most = -(-tokens // chunk_size) + cu_seqlens.shape[0] - 1
+        right = chunk_indices.shape[0] <= most
+    if not right:
+        raise ValueError(
+            f"chunk_indices: wanted prepare_chunk_indices(cu_seqlens, {chunk_size}), of at most {most} chunks, got "
+            f"{list(chunk_indices.shape)} of other sequences or another chunk size"
+        )
+    return chunk_indices
+
+
 def prepare_chunk_offsets(
     cu_seqlens: torch.Tensor, chunk_size: int, cu_seqlens_cpu: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -53,6 +89,11 @@ def prepare_chunk_offsets(
         cu_seqlens_cpu: The same on the host, where the caller has them.
     """
     return _prepared(cu_seqlens, chunk_size, cu_seqlens_cpu)[1]
+
+
+def _slot(cu_seqlens: torch.Tensor, chunk_size: int) -> tuple[int, int, int]:
+    """Where the lists of a tensor are remembered: until torch writes to it."""
+    return id(cu_seqlens), 0 if cu_seqlens.is_inference() else cu_seqlens._version, chunk_size
 
 
 def _prepared(
@@ -69,14 +110,15 @@ def _prepared(
         faults.append(f"chunk_size: wanted a number of at least 1, got {chunk_size!r}")
     if faults:
         raise TypeError("; ".join(faults))
-    version = 0 if cu_seqlens.is_inference() else cu_seqlens._version
-    slot = (id(cu_seqlens), version, chunk_size)
+    slot = _slot(cu_seqlens, chunk_size)
     known = _memo.get(slot)
     if known is not None and known[0]() is cu_seqlens:
         return known[1], known[2], known[3]
     starts = cu_seqlens_cpu if cu_seqlens_cpu is not None else cu_seqlens.cpu()
     if starts.shape != cu_seqlens.shape:
         raise ValueError(f"cu_seqlens_cpu: wanted {list(cu_seqlens.shape)} as cu_seqlens, got {list(starts.shape)}")
+    if starts.ndim != 1 or len(starts) < 1:
+        raise ValueError(f"cu_seqlens: wanted starts [N + 1], got {list(starts.shape)}")
     if int(starts[0]) < 0 or bool((starts.diff() < 0).any()):
         raise ValueError(f"cu_seqlens: wanted starts from 0 that never fall, got {starts.tolist()[:16]}")
     last = int(starts[-1])
@@ -99,7 +141,7 @@ def stand_in(cu_seqlens: torch.Tensor, chunk_size: int) -> torch.Tensor:
     """Chunks of sequence starts that have no values, while a compiler traces: no result depends on their number."""
     indices = cu_seqlens.new_empty((1, 2))
     offsets = cu_seqlens.new_empty(cu_seqlens.shape, dtype=torch.int64)
-    slot = (id(cu_seqlens), cu_seqlens._version, chunk_size)
+    slot = _slot(cu_seqlens, chunk_size)
     with _lock:
         _memo[slot] = (weakref.ref(cu_seqlens, lambda _: _memo.pop(slot, None)), indices, offsets, 0)
     return indices

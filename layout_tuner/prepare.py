@@ -11,7 +11,7 @@ from . import device as devices
 from . import layouts
 from .counters import UNROUTED
 from .layouts import Layout
-from .packing import prepare_chunk_indices
+from .packing import chunks_of
 from .registry import Call, Candidate, Launch, OpSpec, Outputs, Problem
 
 Tensors = Sequence["torch.Tensor | None"]
@@ -86,8 +86,8 @@ class Prepared:
     ) -> Outputs:
         if self.contiguous or self.moves:
             tensors = self.arrange(tensors)
-        if self.packed and chunk_indices is None and cu_seqlens is not None:
-            chunk_indices = prepare_chunk_indices(cu_seqlens, self.BT, tokens=present(tensors[0]).shape[1])
+        if self.packed and cu_seqlens is not None:
+            chunk_indices = chunks_of(cu_seqlens, chunk_indices, self.BT, present(tensors[0]).shape[1])
         if self.packed and self.nt_operand is not None:
             self.check_chunks(tensors, chunk_indices)
         if self.device is None or devices.is_current(self.device):

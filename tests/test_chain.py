@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import layout_tuner
-from layout_tuner import layouts, numerics, ops, reference, router
+from layout_tuner import layouts, numerics, ops, packing, reference, router
 from layout_tuner.layouts import Layout
 from layout_tuner.registry import lookup
 
@@ -210,6 +210,40 @@ def test_starts_that_would_write_beside_the_results(starts: list[int], said: str
         ops.chunk_gated_delta_rule(**given, cu_seqlens=torch.tensor(starts, device=device))
     with pytest.raises(ValueError, match=said):
         ops.chunk_local_cumsum(given["g"], 64, cu_seqlens=torch.tensor(starts, device=device))
+
+
+@pytest.mark.parametrize(
+    ("starts", "made_for", "chunk_size"),
+    [([0, 40], [0, 40], 16), ([0, 20], [0, 20], 32), ([0, 20], [0, 4, 20], 16)],
+    ids=["past the end", "another chunk size", "other sequences"],
+)
+def test_chunks_that_would_write_beside_the_results(
+    starts: list[int], made_for: list[int], chunk_size: int, device: torch.device
+) -> None:
+    """What a caller hands over with the starts is compared with them, wherever nothing has to wait for that."""
+    given = make(device, B=1, T=20, K=16, V=16)
+    del given["initial_state"]
+    on_host = torch.tensor(starts)
+    packed = {
+        "cu_seqlens": on_host.to(device),
+        "chunk_indices": ops.prepare_chunk_indices(torch.tensor(made_for, device=device), chunk_size),
+    }
+    for more in ({}, {"cu_seqlens_cpu": on_host}) if device.type == "cpu" else ({"cu_seqlens_cpu": on_host},):
+        with pytest.raises(ValueError, match=r"at most T=20, got 40|chunk_indices: wanted prepare_chunk_indices\("):
+            ops.chunk_gated_delta_rule(**given, **packed, **more, chunk_size=16)
+    if device.type == "cpu":
+        with pytest.raises(ValueError, match=r"at most T=20, got 40|chunk_indices: wanted prepare_chunk_indices\("):
+            ops.chunk_local_cumsum(given["g"], 16, **packed)
+
+
+def test_more_chunks_than_a_batch_can_have(device: torch.device) -> None:
+    """Where the host knows nothing of the starts, their number still bounds the chunks."""
+    starts = torch.tensor([0, 20], device="meta")
+    with pytest.raises(ValueError, match="of at most 3 chunks"):
+        packing.chunks_of(starts, torch.zeros(4, 2), 16, 20)
+    assert packing.chunks_of(starts, torch.zeros(3, 2), 16, 20).shape == (3, 2)
+    with pytest.raises(ValueError, match=r"cu_seqlens: wanted starts \[N \+ 1\], got \[0\]"):
+        ops.prepare_chunk_indices(torch.tensor([], dtype=torch.int32), 16)
 
 
 # -- relayouts: the chain is one decision ----------------------------------------------------------------------

@@ -25,7 +25,7 @@ from .. import device as devices
 from .. import launcher, layouts, registry, router
 from ..keys import Key
 from ..layouts import Layout
-from ..packing import prepare_chunk_indices, stand_in
+from ..packing import chunks_of, prepare_chunk_indices, stand_in
 from ..prepare import present
 from ..registry import Call, Candidate, Launch, OpSpec, Problem, Value
 from . import gated_delta_rule
@@ -186,7 +186,7 @@ def dv_local_op(
     """A traced `chunk_bwd_dv_local`."""
     what = bound(said)
     gate = None if g is None else layouts.relayout(g, what.candidate.plan["g"])
-    chunks = what.chunks(cu_seqlens, chunk_indices)
+    chunks = None if cu_seqlens is None else chunks_of(cu_seqlens, chunk_indices, what.BT, q.shape[1])
     with devices.guard(what.device):
         (dv,) = what.launch(rows(q), rows(k), rows(do), gate, rows(g_gamma), rows(A), scale, cu_seqlens, chunks)
     return present(dv)

@@ -8,7 +8,7 @@ from layout_tuner.kernels import fwd_h as kernels
 from layout_tuner.kernels import tiling
 
 from .. import launcher, reference, router
-from ..packing import prepare_chunk_indices, prepare_chunk_offsets
+from ..packing import chunks_of, prepare_chunk_offsets
 from ..registry import Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
 from .sizes import default_width, require_room
 
@@ -64,8 +64,8 @@ def chunk_gated_delta_rule_fwd_h(
     """
     if cu_seqlens_cpu is not None and cu_seqlens is None:
         raise ValueError("chunk_gated_delta_rule_fwd_h: cu_seqlens_cpu: wanted cu_seqlens with it")
-    if cu_seqlens is not None and cu_seqlens_cpu is not None and chunk_indices is None:
-        chunk_indices = prepare_chunk_indices(cu_seqlens, chunk_size, cu_seqlens_cpu, k.shape[1])
+    if cu_seqlens is not None and cu_seqlens_cpu is not None:
+        chunk_indices = chunks_of(cu_seqlens, chunk_indices, chunk_size, k.shape[1], cu_seqlens_cpu)
     h, v_new, final_state = router.call(
         SPEC,
         (k, w, u, g, gk, initial_state),

@@ -19,7 +19,7 @@ from .. import layouts, reference, registry, router
 from ..errors import UnsupportedProblemError
 from ..keys import form_text
 from ..layouts import Layout, LayoutPlan
-from ..packing import prepare_chunk_indices
+from ..packing import chunks_of
 from ..registry import Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
 from .activations import BetaGate, RowNorm
 from .replay import Replayed
@@ -60,9 +60,9 @@ def chunk_gated_delta_rule(
         q: Queries `[B, T, H, K]`, fp32, bf16 or fp16.
         k: Keys `[B, T, H, K]`, the dtype of q.
         v: Values `[B, T, HV, V]`, the dtype of q; HV a multiple of H.
-        g: Gate `[B, T, HV]`, natural log, at most 0 where S is not to grow, any float dtype and layout; with
-            `use_gate_in_kernel` what the gate is computed from. None: no gate.
-        beta: Strength of each update `[B, T, HV]`, any float dtype and layout.
+        g: Gate `[B, T, HV]`, natural log, finite, at most 0 where S is not to grow, fp32, bf16 or fp16, any layout;
+            with `use_gate_in_kernel` what the gate is computed from. None: no gate.
+        beta: Strength of each update `[B, T, HV]`, fp32, bf16 or fp16, any layout.
         scale: None: `K ** -0.5`.
         initial_state: `[N, HV, K, V]`, N sequences (B where not packed); None: zeros.
         output_final_state: Whether the states after the last token are wanted.
@@ -72,7 +72,8 @@ def chunk_gated_delta_rule(
         state_v_first: Whether all states are `[..., V, K]`.
         cu_seqlens: Sequence starts of a packed batch `[N + 1]`, int32 or int64; needs B == 1.
         cu_seqlens_cpu: The same on the host, where the caller has them: nothing waits for the device then.
-        chunk_indices: `prepare_chunk_indices(cu_seqlens, chunk_size)`, where the caller has it.
+        chunk_indices: `prepare_chunk_indices(cu_seqlens, chunk_size)`, where the caller has it; on a device it is
+            compared with what is known of `cu_seqlens` on the host, and trusted beyond that.
         cp_context: Has to be None: context parallelism is not served.
         use_gate_in_kernel: The gate is `-exp(A_log) * softplus(g + dt_bias)`.
         A_log: `[HV]`, any shape of HV elements.
@@ -116,8 +117,8 @@ def chunk_gated_delta_rule(
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    if cu_seqlens is not None and cu_seqlens_cpu is not None and chunk_indices is None:
-        chunk_indices = prepare_chunk_indices(cu_seqlens, chunk_size, cu_seqlens_cpu, q.shape[1])
+    if cu_seqlens is not None and cu_seqlens_cpu is not None:
+        chunk_indices = chunks_of(cu_seqlens, chunk_indices, chunk_size, q.shape[1], cu_seqlens_cpu)
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     grad = torch.is_grad_enabled() and wants_grad(tensors)
     call = _Call((*flags, chunk_size, grad), None if scale is None else float(scale), cu_seqlens, chunk_indices, kind)
@@ -443,8 +444,8 @@ class Chain:
     ) -> tuple[Tensor, Tensor | None, Saved]:
         """The forward, stage by stage."""
         q, k, v, g, beta, A_log, dt_bias, initial_state = inputs
-        if cu_seqlens is not None and chunk_indices is None:
-            chunk_indices = prepare_chunk_indices(cu_seqlens, self.BT, tokens=v.shape[1])
+        if cu_seqlens is not None:
+            chunk_indices = chunks_of(cu_seqlens, chunk_indices, self.BT, v.shape[1])
         packed = (cu_seqlens, chunk_indices)
         q_rstd = k_rstd = raw_g = None
         if self.row_norm is not None:
@@ -503,8 +504,8 @@ class Chain:
 
         Saved-tensor hooks may hand a gate back in another layout, so its arrival is read, not assumed.
         """
-        if cu_seqlens is not None and chunk_indices is None:
-            chunk_indices = prepare_chunk_indices(cu_seqlens, self.BT, tokens=saved.v.shape[1])
+        if cu_seqlens is not None:
+            chunk_indices = chunks_of(cu_seqlens, chunk_indices, self.BT, saved.v.shape[1])
         packed = (cu_seqlens, chunk_indices)
         wants_q, wants_k, wants_v, wants_g, wants_beta, wants_A, wants_bias, wants_h0 = wanted
         q, k, v, A, initial_state = saved.q, saved.k, saved.v, saved.A, saved.initial_state
