@@ -15,7 +15,9 @@ import torch
 from layout_tuner.cache.records import DecisionRecord
 
 from . import device as devices
+from . import forcing
 from . import ops as _ops  # noqa: F401  registers every op
+from .api import forced_candidates
 from .config import Config
 from .decisions import key_of, key_record
 from .environment import environment
@@ -34,7 +36,7 @@ class Explanation:
         key: The key, T as it is tuned.
         environment: Id of the environment it was asked for.
         candidate: What runs.
-        source: `pinned`, `measured`, `imported`, `predicted`, or `default`.
+        source: `pinned`, `forced`, `measured`, `imported`, `predicted`, or `default`.
         reason: One sentence.
         decision: The decision it follows, with its evidence; None for the default.
         layer: Which file or server holds the decision.
@@ -98,7 +100,7 @@ def explain_keys(
     if cache is not None:
         settings = settings.model_copy(update={"cache": settings.cache.model_copy(update={"path": os.fspath(cache)})})
     where = devices.resolve(str(device) if device is not None else None)
-    router = Router(settings, on_miss="default")
+    router = Router(settings, on_miss="default", forced=forced_candidates())
     with closing(router):
         return tuple(explain_key(router, spec, key, where) for spec, key in wanted)
 
@@ -106,11 +108,20 @@ def explain_keys(
 def explain_key(router: Router, spec: OpSpec, key: Key, device: torch.device) -> Explanation:
     """Why a key runs what it runs."""
     here = environment(device).id
-    default = spec.default(key, devices.chip(device)).id
-    if spec.nothing_to_choose(key) or len(spec.candidates(key)) == 1:
+    by_default = spec.default(key, devices.chip(device))
+    default = by_default.id
+    trivial = spec.nothing_to_choose(key) and spec.name not in router.forced
+    if trivial or len(spec.candidates(key)) == 1:
         reason = "one head, one token or one candidate: nothing to choose"
         return Explanation(key=key, environment=here, candidate=default, source="default", reason=reason)
     found = router.resolution(spec, key, device)
+    if found is None or found.record.source != "pinned":
+        forced = router.forced_choice(spec, key, by_default)
+        if forced is not None:
+            reason = f"{forcing.NAME} forces it, whatever was measured"
+            return Explanation(
+                key=key, environment=here, candidate=forced.candidate.id, source=forced.source, reason=reason
+            )
     if found is not None:
         record = found.record
         reason = f"{record.source} in {found.layer.name}: " + gain_text(record)
@@ -119,12 +130,13 @@ def explain_key(router: Router, spec: OpSpec, key: Key, device: torch.device) ->
             decision=record, layer=found.layer.name,
         )  # fmt: skip
     stored = [record for record in router.store.decisions(environment=here, op=key.op) if record.key != key_record(key)]
+    unpinned = "not in the pin; " if router.config.tuning.pin else ""
     nearest = min(stored, key=lambda record: distance(key, key_of(record.key)), default=None)
     if nearest is None:
-        reason = f"no decision of {key.op} is stored for this environment"
+        reason = f"{unpinned}no decision of {key.op} is stored for this environment"
         return Explanation(key=key, environment=here, candidate=default, source="default", reason=reason)
     differing = differences(key, key_of(nearest.key))
-    reason = "no decision for this key; the nearest one differs in " + ", ".join(
+    reason = f"{unpinned}no decision for this key; the nearest one differs in " + ", ".join(
         f"{name} ({ours} asked for, {theirs} stored)" for name, (ours, theirs) in differing.items()
     )
     return Explanation(

@@ -61,7 +61,10 @@ def parse(text: str) -> dict[str, Forced]:
     """
     forced: dict[str, Forced] = {}
     faults = []
-    for part in filter(None, (part.strip() for part in text.split(";"))):
+    parts = [part.strip() for part in text.split(";") if part.strip()]
+    if text.strip() and not parts:
+        faults.append(f"{text!r}: forces nothing, wanted op=candidate;...")
+    for part in parts:
         op, equals, candidate = part.partition("=")
         op, candidate = op.strip(), candidate.strip()
         if not equals or not candidate:
@@ -70,6 +73,8 @@ def parse(text: str) -> dict[str, Forced]:
             faults.append(f"{part!r}: no op {op!r} (there are {', '.join(registry.names())})")
         elif op in forced:
             faults.append(f"{part!r}: {op} stands twice")
+        elif twice := repeated(candidate):
+            faults.append(f"{part!r}: {', '.join(twice)} stands twice")
         else:
             known = candidates_of(registry.lookup(op))
             found = parse_candidate(candidate)
@@ -81,6 +86,12 @@ def parse(text: str) -> dict[str, Forced]:
     if faults:
         raise ConfigError(f"{NAME}: " + "; ".join(faults))
     return forced
+
+
+def repeated(candidate: str) -> list[str]:
+    """The operands that a candidate's text names more than once."""
+    named = [part.partition("=")[0] for part in candidate.partition("/")[2].split(",") if part]
+    return [name for name in dict.fromkeys(named) if named.count(name) > 1]
 
 
 def parse_candidate(text: str) -> Forced | None:

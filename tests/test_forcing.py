@@ -128,6 +128,46 @@ def test_bad_values_are_one_error_that_lists_what_is_known(monkeypatch: pytest.M
     assert not layout_tuner.is_enabled()
 
 
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (f"{SPEC.name}=full/g=T_CONTIG,g=STRIDE_HV", "g stands twice"),
+        ("chunk_bwd_dqkwg=full/g=T_CONTIG,dg=T_CONTIG,g=T_CONTIG", "g stands twice"),
+        (";;", "';;': forces nothing, wanted op=candidate"),
+    ],
+)
+def test_what_says_nothing_or_two_things_is_refused(value: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        forcing.parse(value)
+
+
+def test_explain_says_what_is_forced(
+    config: Config, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"T": 20, "H": 1, "HV": 2, "K": 16, "dtype": "float32"}
+    made = Router(config, on_miss="tune", timer=set_times(dict.fromkeys(CANDIDATES, 9.0) | {CANDIDATES[1]: 1.0}))
+    made.tune(SPEC, key(), device)
+    write_pins(tmp_path / "pins.json", list(made.store.decisions()))
+    made.close()
+    monkeypatch.setenv("LAYOUT_TUNER_FORCE", f"{SPEC.name}={LAST}")
+
+    def explained(settings: Config, **sizes: int) -> tuple[str, str, str]:
+        (found,) = layout_tuner.explain(SPEC.name, asked | sizes, form=key().form, config=settings, device=device)
+        return found.candidate, found.source, found.reason
+
+    assert explained(config) == (LAST, "forced", "LAYOUT_TUNER_FORCE forces it, whatever was measured")
+    assert explained(config, T=21)[:2] == (LAST, "forced")
+    pinned = config.model_copy(update={"tuning": config.tuning.model_copy(update={"pin": str(tmp_path / "pins.json")})})
+    assert explained(pinned)[:2] == (CANDIDATES[1], "pinned")
+    assert explained(pinned, T=21)[:2] == (LAST, "forced")
+    monkeypatch.setenv("LAYOUT_TUNER_FORCE", f"{SPEC.name}=sub")
+    assert explained(config, HV=1)[:2] == ("sub/g=STRIDE_HV", "forced")  # one head: forced as in a call
+    monkeypatch.delenv("LAYOUT_TUNER_FORCE")
+    candidate, source, reason = explained(pinned, T=21)
+    assert (candidate, source) == (CANDIDATES[0], "default")
+    assert reason.startswith("not in the pin; ")
+
+
 def test_disabled_routes_nothing(
     config: Config, device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
