@@ -395,16 +395,45 @@ class OpSpec:
             return str(parse_form(self.forms[name]))
         if "=" in name:
             form = parse_form(name)
-            known = {"BT", *(operand.name for operand in self.operands), *(option.label for option in self.options)}
-            unknown = [entry for entry in form.entries if entry not in known]
-            if any(entry in REFUSED for entry in unknown):
-                raise ConfigError(f"form {name!r}: {REFUSAL}")
-            if unknown:
-                raise ConfigError(
-                    f"form {name!r}: {self.name} has no {', '.join(unknown)} (it has {', '.join(sorted(known))})"
-                )
-            return str(form)
+            faults = self.form_faults(form)
+            if faults:
+                raise ConfigError(f"form {name!r}: " + "; ".join(faults))
+            flags = {
+                option.label: str(int(option.default)) for option in self.options if isinstance(option.default, bool)
+            }
+            return form_text({entry: value for entry, value in form.entries.items() if flags.get(entry) != value})
         raise ConfigError(f"{self.name} has no form {name!r} (it has {', '.join(self.forms)})")
+
+    def form_faults(self, form: Form) -> list[str]:
+        """What is wrong with the entries of a form: names the op does not have, values that no call leads to."""
+        wanted = self.form_values
+        unknown = [entry for entry in form.entries if entry not in wanted]
+        faults = []
+        if any(entry in REFUSED for entry in unknown):
+            faults.append(REFUSAL)
+        elif unknown:
+            faults.append(f"{self.name} has no {', '.join(unknown)} (it has {', '.join(sorted(wanted))})")
+        return faults + [
+            f"{entry}: wanted one of {', '.join(wanted[entry])}, got {value!r}"
+            for entry, value in form.entries.items()
+            if entry in wanted and value not in wanted[entry]
+        ]
+
+    @functools.cached_property
+    def form_values(self) -> dict[str, list[str]]:
+        """What the entries of a form may be, by name."""
+        values: dict[str, list[str]] = {"BT": [str(size) for size in CHUNK_SIZES]}
+        for operand in self.operands:
+            if operand.time_axis:
+                values[operand.name] = [
+                    f"{dtype}@{layout}" for dtype in operand.dtypes for layout in Layout.__members__
+                ]
+            elif not operand.given_with:
+                values[operand.name] = ["1", *operand.dtypes]
+        for option in self.options:
+            if option.label not in values:
+                values[option.label] = ["0", "1"] if isinstance(option.default, bool) else list(DTYPES)
+        return values
 
 
 _OPS: dict[str, OpSpec] = {}

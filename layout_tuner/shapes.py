@@ -150,6 +150,8 @@ def check(shape: Shape) -> list[str]:
             faults.append("cu_seqlens: wanted at least two numbers that never fall")
         elif shape.lengths and max(starts) > max(shape.lengths):
             faults.append(f"cu_seqlens: ends at {starts[-1]}, past T={shape.T}")
+    if shape.forms is not None and not shape.forms:
+        faults.append("forms: wanted names of forms, or none of this field for all of them, got an empty list")
     for form in shape.forms or ():
         complaints = [complaint for spec in specs(shape) if (complaint := form_complaint(spec, form))]
         if len(complaints) == len(specs(shape)):  # without an op, a form is for those that have it

@@ -62,7 +62,7 @@ def test_every_mistake_is_named_at_once() -> None:
 @pytest.mark.parametrize(
     ("named", "said"),
     [
-        ({"q": None}, "q: wanted a tensor, got None"),
+        ({"q": None}, "q: wanted [B, T, H, K], got None"),
         ({"do": None}, r"do: wanted [B, T, HV, V], got None"),
         ({"k": torch.zeros(1, 20, 16)}, "k: wanted [B, T, H, K], got [1, 20, 16]"),
         ({"k": torch.zeros(1, 20, 1, 16, dtype=torch.float16)}, "k: wanted float32 as q, got float16"),

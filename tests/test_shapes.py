@@ -13,6 +13,7 @@ from layout_tuner.errors import REFUSAL, ConfigError
 from layout_tuner.inputs import synthesize
 from layout_tuner.shapes import Shape, keys, load_shapes, parse_shapes
 
+CUMSUM = "chunk_local_cumsum"
 GOOD = {"op": dv_local.SPEC.name, "T": 20, "H": 1, "K": 16, "dtype": "bf16"}
 
 
@@ -100,6 +101,21 @@ def test_what_no_kernel_serves_is_said_and_left_out() -> None:
         ({"forms": ["g=float32@UP"]}, "forms: form 'g=float32@UP'"),
         ({"forms": ["BT=16,gg=float32"]}, "forms: form 'BT=16,gg=float32': chunk_bwd_dv_local has no gg (it has A, BT"),
         ({"forms": ["BT=16,num_warps=4"]}, f"forms: form 'BT=16,num_warps=4': {REFUSAL}"),
+        ({"forms": ["BT=abc"]}, "forms: form 'BT=abc': BT: wanted one of 16, 32, 64, got 'abc'"),
+        ({"forms": ["BT=48"]}, "forms: form 'BT=48': BT: wanted one of 16, 32, 64, got '48'"),
+        ({"forms": ["BT=16,g=int8@OTHER"]}, "forms: form 'BT=16,g=int8@OTHER': g: wanted one of float32@STRIDE_HV, "),
+        ({"forms": ["BT=16,g=1"]}, "forms: form 'BT=16,g=1': g: wanted one of float32@STRIDE_HV, "),
+        (
+            {"forms": ["BT=16,A=int8"]},
+            "forms: form 'BT=16,A=int8': A: wanted one of 1, float32, bfloat16, float16, got",
+        ),
+        ({"op": CUMSUM, "forms": ["reverse=7"]}, "forms: form 'reverse=7': reverse: wanted one of 0, 1, got '7'"),
+        (
+            {"op": CUMSUM, "forms": ["output_dtype=int8"]},
+            "forms: form 'output_dtype=int8': output_dtype: wanted one of",
+        ),
+        ({"op": None, "forms": ["BT=abc"]}, "forms: no op has a form 'BT=abc'"),
+        ({"forms": []}, "forms: wanted names of forms, or none of this field for all of them, got an empty list"),
         ({"op": None, "forms": ["trainig"]}, "forms: no op has a form 'trainig'"),
     ],
     ids=str,
@@ -108,6 +124,25 @@ def test_bad_field(change: dict[str, object], said: str) -> None:
     message = complaint(GOOD, GOOD | change)
     assert f"row 1: {said}" in message
     assert "row 0" not in message
+
+
+def test_every_bad_value_of_every_form_at_once() -> None:
+    message = complaint(GOOD | {"forms": ["BT=abc,g=int8@STRIDE_HV,gg=1", "A=x,BT=16"]})
+    for part in ("BT: wanted", "g: wanted", "has no gg", "A: wanted"):
+        assert part in message
+
+
+def test_every_form_of_every_op_is_a_form() -> None:
+    for name in registry.names():
+        spec = registry.lookup(name)
+        assert [spec.form_named(form) for form in spec.every_form] == list(spec.every_form)
+
+
+def test_a_flag_at_its_default_goes_without_saying() -> None:
+    spec = registry.lookup(CUMSUM)
+    text = "BT=64,g=float32@STRIDE_HV,output_dtype=float32"
+    assert spec.form_named(f"{text},reverse=0") == spec.form_named(text) == text
+    assert spec.form_named(f"{text},reverse=1") == f"{text},reverse=1"
 
 
 @pytest.mark.parametrize("missing", ["T", "H", "K", "dtype"])
