@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import logging
 import math
+import numbers
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -80,14 +81,14 @@ class Report:
 
 
 def warmup(
-    shapes: str | os.PathLike[str] | Sequence[Shape | Mapping[str, Any]] | None = None,
+    shapes: str | os.PathLike[str] | Sequence[Shape | Mapping[str, Any]] | Shape | Mapping[str, Any] | None = None,
     *,
     from_misses: bool = False,
     resume: bool = False,
     config: Config | str | os.PathLike[str] | None = None,
     cache: str | os.PathLike[str] | None = None,
     device: str | torch.device | None = None,
-    ops: Sequence[str] | None = None,
+    ops: str | Sequence[str] | None = None,
     budget_s: float | None = None,
     router: Router | None = None,
     progress: Callable[[int, int, Key], None] | None = None,
@@ -98,7 +99,7 @@ def warmup(
     flash-linear-attention installed (`[routing] fla`), that library's function is measured against the best of ours.
 
     Args:
-        shapes: Path of a shapes file, or its rows.
+        shapes: Path of a shapes file, its content, its rows, or one row.
         from_misses: Also tune what calls on this environment asked for in vain, the most frequent first, ahead of the
             shapes.
         resume: Go on after earlier runs: a key whose budget ended before every candidate had its turn is tuned again,
@@ -106,7 +107,7 @@ def warmup(
         config: Settings, or the path of a `tuner.toml`; None finds them as `Config.load` does.
         cache: File of decisions; None takes the settings' one, else the user's cache folder.
         device: Where to tune; None takes the accelerator there is, else the CPU (Triton's interpreter).
-        ops: Names of the ops to tune; None means every one that is asked for.
+        ops: Names of the ops to tune, or one name; None means every one that is asked for.
         budget_s: Seconds for all of it: no key is begun after it, and the last one has what is left.
         router: Tunes and stores; tests pass one with a timer of their own.
         progress: Called before each key with its number, the number of keys, and the key.
@@ -118,6 +119,7 @@ def warmup(
         ConfigError: Shapes, settings or arguments that cannot be used, all in one message; nothing was tuned.
         UnsupportedProblemError: The CPU is asked for without Triton's interpreter.
     """
+    ops = (ops,) if isinstance(ops, str) else ops
     faults = Faults()
     settings = Config()
     with faults.gathered():
@@ -132,13 +134,14 @@ def warmup(
         if shapes is None and not from_misses:
             raise ConfigError("nothing to warm up: name shapes (--shapes), or ask for the misses (--from-misses)")
         if shapes is not None:
-            entries = load_shapes(shapes) if isinstance(shapes, (str, os.PathLike)) else parse_shapes(shapes)
+            entries = load_shapes(shapes) if isinstance(shapes, (str, os.PathLike)) else parse_shapes(rows_of(shapes))
     for name in ops or ():
         with faults.gathered():
             registry.lookup(name)
     with faults.gathered():
-        if budget_s is not None and not (math.isfinite(budget_s) and budget_s > 0):
-            raise ConfigError(f"budget: wanted a number of seconds above 0, got {budget_s:g}")
+        numeric = isinstance(budget_s, numbers.Real) and not isinstance(budget_s, bool)
+        if budget_s is not None and not (numeric and math.isfinite(budget_s) and budget_s > 0):
+            raise ConfigError(f"budget: wanted a number of seconds above 0, got {budget_s!r}")
     where = torch.device("cpu")
     with faults.gathered():
         where = devices.resolve(str(device) if device is not None else None)
@@ -182,6 +185,24 @@ def warmup(
         interrupted=interrupted,
         kept=made.store.kept,
     )
+
+
+def rows_of(shapes: object) -> Sequence[Shape | Mapping[str, Any]]:
+    """The rows of shapes that are given as such: a list of rows, one row, or what a shapes file holds.
+
+    Raises:
+        ConfigError: None of these.
+    """
+    if isinstance(shapes, Mapping) and set(shapes) == {"shapes"}:
+        shapes = shapes["shapes"]
+    if isinstance(shapes, (Shape, Mapping)):
+        return [shapes]
+    if isinstance(shapes, Sequence):
+        return shapes
+    raise ConfigError(f"shapes: wanted the path of a file, rows or a row, got {type(shapes).__name__}")
+
+
+OUT_OF_TIME = "the budget was spent before a candidate was ready: give more (--budget), or go on with another run"
 
 
 class Faults:
@@ -230,7 +251,7 @@ def warm_key(
     except LayoutTunerError as error:
         seconds = time.monotonic() - start
         if left_s is not None and seconds >= CHECKING * left_s:
-            return Row(key=key, status="left", reason=f"the budget was spent: {error}", seconds=seconds)
+            return Row(key=key, status="left", reason=OUT_OF_TIME, seconds=seconds)
         remember_failure(router, key, where, str(error))
         return Row(key=key, status="failed", reason=str(error), seconds=seconds)
     finally:

@@ -136,7 +136,7 @@ def test_only_the_named_ops(tuner: Tuner, tmp_path: Path, cache: Path) -> None:
 def test_a_spent_budget_leaves_keys(tuner: Tuner, tmp_path: Path, cache: Path) -> None:
     shapes = shapes_file(tmp_path, shape())
     done = tuner("warmup", "--shapes", shapes, "--cache", cache, "--budget", "1e-9")
-    assert (done.status, rows(cache)) == (0, 0)
+    assert (done.status, rows(cache)) == (1, 0)
     assert "1 left" in done.out
 
 
@@ -223,6 +223,12 @@ def test_what_no_kernel_serves_fails_and_the_rest_is_tuned(tuner: Tuner, tmp_pat
         (["warmup", "--shapes", "good.json", "--device", "npu"], "device 'npu'"),
         (["warmup", "--shapes", "good.json", "--config", "none.toml"], "none.toml: No such file"),
         (["warmup", "--shapes", "good.json", "--num-warps", "4"], "--num-warps"),
+        (["warmup", "--shapes", "good.json", "--config", "pin.toml"], "[tuning] pin = 'pins.json'"),
+        (
+            ["warmup", "--target", "Ascend910B3", "--budget", "5", "--resume", "--device", "cpu", "--from-misses"],
+            "--target wants --shapes; --target compiles and measures nothing: "
+            "it takes no --from-misses, --resume, --device, --budget",
+        ),
         (["show", "--config", "bad.toml"], "[tuning] min_gian: unknown (known: "),
         (["nothing"], "nothing"),
     ],
@@ -231,6 +237,7 @@ def test_what_no_kernel_serves_fails_and_the_rest_is_tuned(tuner: Tuner, tmp_pat
 def test_bad_usage(tuner: Tuner, tmp_path: Path, cache: Path, arguments: list[str], said: str) -> None:
     shapes_file(tmp_path, shape()).rename(tmp_path / "good.json")
     (tmp_path / "bad.toml").write_text("[tuning]\nmin_gian = 1\n")
+    (tmp_path / "pin.toml").write_text("[tuning]\npin = 'pins.json'\n")
     done = tuner(*arguments, *(["--cache", cache] if arguments[0] != "nothing" else []))
     assert (done.status, done.out) == (2, "")
     assert said in " ".join(done.err.split())

@@ -1,5 +1,6 @@
 """Warm-up beyond shapes: recorded misses, what earlier runs left, another library's functions, bad arguments."""
 
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -193,6 +194,38 @@ def test_everything_wrong_is_said_at_once(config: Config, tmp_path: Path) -> Non
             warmup([shape()], config=config, budget_s=budget)
     with pytest.raises(ConfigError, match=r"name shapes \(--shapes\), or ask for the misses \(--from-misses\)"):
         warmup(config=config)
+
+
+def test_one_name_one_row_and_a_files_content_are_taken(config: Config, device: torch.device) -> None:
+    row = shape(T=20)
+    assert statuses(run(config, device, shapes=row, ops=SPEC.name)) == [(20, "tuned")]
+    assert statuses(run(config, device, shapes={"shapes": [row]})) == [(20, "stored")]
+    assert statuses(run(config, device, shapes=row, ops="chunk_fwd_o")) == []
+    with pytest.raises(ConfigError, match="no op 'nothing'"):
+        warmup(row, config=config, ops="nothing")
+
+
+def test_arguments_of_a_wrong_type_are_named_together(config: Config) -> None:
+    with pytest.raises(ConfigError) as caught:
+        warmup("nope.json", config=config, budget_s="x")
+    assert "nope.json: No such file" in str(caught.value)
+    assert "budget: wanted a number of seconds above 0, got 'x'" in str(caught.value)
+    with pytest.raises(ConfigError, match="shapes: wanted the path of a file, rows or a row, got int"):
+        warmup(3, config=config)
+
+
+def test_a_budget_that_ends_while_candidates_are_made_blames_none(
+    config: Config, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(self: Router, spec: OpSpec, at: object, where: object, budget_s: float) -> object:
+        time.sleep(budget_s)
+        return original(self, spec, at, where, 1e-9)
+
+    original = Router.tune
+    monkeypatch.setattr(Router, "tune", late)
+    (row,) = run(config, device, shapes=[shape(T=20)], budget_s=0.2).rows
+    assert (row.status, row.decision) == ("left", None)
+    assert row.reason == warming.OUT_OF_TIME
 
 
 def test_nothing_is_tuned_beside_a_pin(config: Config) -> None:

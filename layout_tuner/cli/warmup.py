@@ -45,8 +45,14 @@ def warmup(
     if target is not None:
         from .predict import predict_shapes
 
-        if shapes is None:
-            raise typer.BadParameter("--target wants --shapes")
+        needless = {"--from-misses": from_misses, "--resume": resume, "--device": device, "--budget": budget}
+        refused = [name for name, value in needless.items() if value not in (None, False)]
+        faults = ["--target wants --shapes"] if shapes is None else []
+        if refused:
+            faults.append(f"--target compiles and measures nothing: it takes no {', '.join(refused)}")
+        if faults:
+            raise typer.BadParameter("; ".join(faults))
+        assert shapes is not None
         predict_shapes(shapes, target, ops=chosen_ops(ops), cache=cache, config=config, json=json)
         return
     use_interpreter_on_cpu(device)
@@ -69,7 +75,7 @@ def warmup(
         print_report(report)
     if report.interrupted:
         raise typer.Exit(INTERRUPTED)
-    if report.count("failed") or report.count("unsupported") or not report.kept:
+    if any(report.count(status) for status in ("failed", "unsupported", "left")) or not report.kept:
         raise typer.Exit(1)
 
 
