@@ -20,7 +20,7 @@ from typing import Generic, ParamSpec, TypeVar
 
 from . import router
 from .config import Config, disabled, forced
-from .errors import ConfigError
+from .errors import ConfigError, Faults
 from .forcing import Forced, parse
 from .router import Policy, Router
 
@@ -167,16 +167,25 @@ def enable(
 
     Raises:
         CacheError: A pin file (`[tuning] pin`) that cannot be used.
-        ConfigError: Settings that cannot be used, or a flash-linear-attention that is too old.
+        ConfigError: Settings and variables that cannot be used, all in one message, or a flash-linear-attention that
+            is too old.
+        TypeError: `config` is no settings and no path.
     """
     if on_miss not in (None, "tune", "default", "error"):
         raise ValueError(f"enable: on_miss: wanted 'tune', 'default', 'error' or None, got {on_miss!r}")
-    settings = config if isinstance(config, Config) else Config.load(config)
+    faults = Faults()
+    settings, wanted, off = Config(), {}, False
+    with faults.gathered():
+        settings = config if isinstance(config, Config) else Config.load(config)
+    with faults.gathered():
+        wanted = forced_candidates()
+    with faults.gathered():
+        off = disabled()
+    faults.complain()
     if cache is not None:
         section = settings.cache.model_copy(update={"path": os.fspath(cache)})
         settings = settings.model_copy(update={"cache": section})
-    wanted = forced_candidates()
-    if disabled():
+    if off:
         log.warning("LAYOUT_TUNER_DISABLE=1: nothing is routed, the default candidates run")
         return Enabled(None)
     made = router_of(settings, on_miss, wanted)

@@ -114,7 +114,11 @@ class Config(BaseModel):
         Raises:
             ConfigError: A file that cannot be read or parsed, or settings that are unknown or out of range; one
                 message names them all.
+            TypeError: A path that is none.
         """
+        if path is not None and not isinstance(path, (str, os.PathLike)):
+            hint = "; a function is decorated with enable()(function)" if callable(path) else ""
+            raise TypeError(f"config: wanted a Config, the path of a {FILE} or None, got {path!r}{hint}")
         found, origin = read_file(path)
         sections: dict[str, dict[str, object]] = {}
         origins: dict[tuple[str, str], str] = {}

@@ -10,6 +10,11 @@
 Wrong shapes, dtypes and devices of a call are `ValueError` and `TypeError`, as in torch.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 REFUSED = ("num_warps", "num_stages")
 REFUSAL = "num_warps and num_stages cannot be set anywhere: no kernel here takes them, an Ascend NPU has no such thing"
 
@@ -46,3 +51,23 @@ class TuningError(LayoutTunerError):
 
 class TooLittleMemoryError(TuningError):
     """A key is not tuned because the device has less free memory than that takes."""
+
+
+class Faults:
+    """What is wrong with arguments and settings, said all at once."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Within it, a complaint is kept instead of raised."""
+        try:
+            yield
+        except ConfigError as error:
+            self.found.append(str(error))
+
+    def complain(self) -> None:
+        """Raise `ConfigError` with everything that was kept."""
+        if self.found:
+            raise ConfigError("\n".join(self.found))

@@ -21,7 +21,7 @@ from .api import forced_candidates
 from .config import Config
 from .decisions import key_of, key_record
 from .environment import environment
-from .errors import ConfigError
+from .errors import ConfigError, Faults
 from .keys import Key, parse_form
 from .registry import SIZES, OpSpec
 from .router import Router
@@ -80,11 +80,20 @@ def explain(
     Raises:
         ConfigError: Something that cannot be used; one message names all of it.
     """
-    settings = config if isinstance(config, Config) else Config.load(config)
-    row = dict(shape) | {"op": op} | ({} if form is None else {"forms": [form]})
-    wanted, refused = keys(parse_shapes([row], "shape"), settings.keys.bucket)
-    if refused:
-        raise ConfigError("; ".join(refused))
+    faults = Faults()
+    settings = Config()
+    with faults.gathered():
+        settings = config if isinstance(config, Config) else Config.load(config)
+    wanted: list[tuple[OpSpec, Key]] = []
+    with faults.gathered():
+        if not isinstance(shape, Mapping):
+            raise ConfigError(f"shape: wanted a row as {{'T': 2048, 'H': 4, 'K': 64, 'dtype': 'bf16'}}, got {shape!r}")
+        row = dict(shape) | {"op": op} | ({} if form is None else {"forms": [form]})
+        wanted, refused = keys(parse_shapes([row], "shape"), settings.keys.bucket)
+        faults.found += refused
+    with faults.gathered():
+        devices.resolve(str(device) if device is not None else None)
+    faults.complain()
     return explain_keys(wanted, config=settings, cache=cache, device=device)
 
 

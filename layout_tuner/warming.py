@@ -10,8 +10,7 @@ import math
 import numbers
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -25,7 +24,7 @@ from . import registry
 from .config import Config
 from .decisions import key_of, key_record
 from .environment import Environment, environment
-from .errors import CacheError, ConfigError, LayoutTunerError
+from .errors import CacheError, ConfigError, Faults, LayoutTunerError
 from .keys import Key, bucketed
 from .registry import OpSpec
 from .router import Router, push, remove
@@ -203,26 +202,6 @@ def rows_of(shapes: object) -> Sequence[Shape | Mapping[str, Any]]:
 
 
 OUT_OF_TIME = "the budget was spent before a candidate was ready: give more (--budget), or go on with another run"
-
-
-class Faults:
-    """What is wrong with the arguments, said all at once."""
-
-    def __init__(self) -> None:
-        self.found: list[str] = []
-
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Within it, a complaint is kept instead of raised."""
-        try:
-            yield
-        except ConfigError as error:
-            self.found.append(str(error))
-
-    def complain(self) -> None:
-        """Raise `ConfigError` with everything that was kept."""
-        if self.found:
-            raise ConfigError("\n".join(self.found))
 
 
 def warm_key(

@@ -738,6 +738,23 @@ def test_a_scope_may_be_entered_again() -> None:
     assert not layout_tuner.is_enabled()
 
 
+@pytest.mark.parametrize("given", [5, lambda: None], ids=["number", "function"])
+def test_what_is_no_config(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"config: wanted a Config, the path of a tuner\.toml or None, got") as caught:
+        layout_tuner.enable(given)
+    assert ("enable()(function)" in str(caught.value)) == callable(given)
+    assert not layout_tuner.is_enabled()
+
+
+def test_enable_names_all_that_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LAYOUT_TUNER_FORCE", "nothing=full")
+    monkeypatch.setenv("LAYOUT_TUNER_DISABLE", "yes")
+    with pytest.raises(ConfigError) as caught:
+        layout_tuner.enable(tmp_path / "none.toml")
+    for part in ("none.toml: No such file", "no op 'nothing'", "LAYOUT_TUNER_DISABLE: wanted 0 or 1"):
+        assert part in str(caught.value)
+
+
 async def coroutine() -> None: ...
 
 

@@ -265,3 +265,11 @@ def test_explain_says_which_decision_and_from_where(config: Config, device: torc
         layout_tuner.explain("nothing", asked, config=config, device=device)
     with pytest.raises(ConfigError, match="K=300"):
         layout_tuner.explain(SPEC.name, asked | {"K": 300}, config=config, device=device)
+
+
+@pytest.mark.parametrize("given", [None, "B=1", [("B", 1)]])
+def test_explain_names_all_that_is_wrong(given: object, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        layout_tuner.explain(SPEC.name, given, config=tmp_path / "none.toml", device="warp")
+    for part in ("none.toml: No such file", "shape: wanted a row as {'T': 2048, ", f"got {given!r}", "device 'warp'"):
+        assert part in str(caught.value)
