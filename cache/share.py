@@ -127,20 +127,31 @@ def import_file(store: SqlStore | FolderStore, path: str | os.PathLike[str]) -> 
     return tally
 
 
-def merge_files(paths: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Merged:
+def merge_files(
+    paths: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str], *, allow_empty: bool = True
+) -> Merged:
     """Merges files into a new, sealed one, by evidence: in any order, in any grouping, however often, with the same
     result.
 
+    Args:
+        paths: The files.
+        out: The new file; nothing but an earlier export is replaced.
+        allow_empty: Whether one without decisions may be written.
+
     Raises:
-        CacheError: A file cannot be read, or the result not be written; nothing but an earlier export is replaced.
+        CacheError: Files cannot be read, hold no decision among them, or the result cannot be written.
     """
     target = _target(out, [Path(path) for path in paths])
+    require_shared(paths)
     tally = Tally()
     with replacing(target) as scratch:
         with contextlib.closing(Store(scratch, journal="delete")) as merged:
             for path in paths:
                 with open_shared(Path(path)) as source:
                     tally += merged.absorb_file(source, as_imported=False)
+            if not allow_empty and next(merged.decisions(), None) is None:
+                named = ", ".join(map(str, paths))
+                raise CacheError(f"{named}: no sound decision to merge, so {target} is not written")
             found = tuple(conflict for records in merged.disputed() for conflict in conflicts(records))
         digest, decisions = _finish(scratch)
     exported = Exported(path=target, decisions=decisions, size_bytes=target.stat().st_size, sha256=digest)
@@ -188,17 +199,42 @@ def open_shared(path: Path) -> Iterator[Store]:
         CacheError: It cannot be read, or was changed after it was exported.
     """
     require_file(path)
-    live = Path(f"{path}-wal").exists()
-    state = SealState.NONE
-    if not live:
-        state = seal_state(path)
-        if state is SealState.BROKEN:
-            raise StoreError(f"{path}: was changed after it was exported (its seal is broken)", Fault.DAMAGED)
-        if state is SealState.NONE:
-            logger.info("%s: carries no seal, so it is no export; whether it is complete cannot be told", path)
+    state = require_unbroken(path)
+    if state is SealState.NONE and not Path(f"{path}-wal").exists():
+        logger.info("%s: carries no seal, so it is no export; whether it is complete cannot be told", path)
     found = Store(path, immutable=True) if state is SealState.SOUND else open_for_reading(path)
     with contextlib.closing(found) as store:
         yield store
+
+
+def require_shared(paths: Iterable[str | os.PathLike[str]]) -> None:
+    """Raises one `StoreError` that names every file among these which cannot be read as `open_shared` does."""
+    faults = []
+    for path in paths:
+        try:
+            with open_shared(Path(path)):
+                pass
+        except CacheError as error:
+            faults.append(error)
+    if faults:
+        kinds = [getattr(error, "fault", Fault.UNAVAILABLE) for error in faults]
+        # What was given wrongly outweighs what another time may go well.
+        kind = next((kind for kind in kinds if kind not in (Fault.BUSY, Fault.READ_ONLY)), kinds[0])
+        raise StoreError("\n".join(dict.fromkeys(map(str, faults))), kind) from faults[0]
+
+
+def require_unbroken(path: Path) -> SealState:
+    """What a file's seal says; one in use has none. Not for a file that this process has open for writing.
+
+    Raises:
+        CacheError: It was changed after it was exported, or cannot be read.
+    """
+    if Path(f"{path}-wal").exists():
+        return SealState.NONE
+    state = seal_state(path)
+    if state is SealState.BROKEN:
+        raise StoreError(f"{path}: was changed after it was exported (its seal is broken)", Fault.DAMAGED)
+    return state
 
 
 def require_file(path: Path) -> None:

@@ -82,12 +82,10 @@ def import_(
     json: JsonOption = False,
 ) -> None:
     """Take over decisions of other machines; what they measured counts as imported from then on."""
-    from layout_tuner.cache.share import import_file, open_shared
+    from layout_tuner.cache.share import import_file, require_shared
 
     # All of them are looked at before anything is made or changed.
-    for file in files:
-        with open_shared(file):
-            pass
+    require_shared(files)
     tallies = {}
     with _store(cache, config) as store:
         for file in files:
@@ -107,7 +105,7 @@ def merge(
     """Merge files into a new one, by evidence: their order does not matter."""
     from layout_tuner.cache.share import merge_files
 
-    merged = merge_files(files, out)
+    merged = merge_files(files, out, allow_empty=False)
     if json:
         print_json(
             {
@@ -141,8 +139,9 @@ def diff(
     """List the keys for which two files do not believe in the same candidate."""
     from rich.table import Table
 
-    from layout_tuner.cache.share import differences, open_shared
+    from layout_tuner.cache.share import differences, open_shared, require_shared
 
+    require_shared((one, other))
     with open_shared(one) as first, open_shared(other) as second:
         found = list(differences(first, second))
     if json:

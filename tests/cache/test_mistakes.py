@@ -299,6 +299,35 @@ def test_an_export_of_nothing_does_not_replace_one_of_something(tuner, tmp_path,
     assert everything(tmp_path) == before
 
 
+def test_a_merge_of_nothing_does_not_replace_one_of_something(tuner, tmp_path, good, more):
+    assert tuner(*attempts("out")["merge"]).status == 0
+    Store(tmp_path / "empty.sqlite").close()
+    before = everything(tmp_path)
+    done = tuner("cache", "merge", "empty.sqlite", "-o", "out")
+    assert (done.status, done.out) == (2, "")
+    assert "empty.sqlite: no sound decision to merge" in done.err
+    assert everything(tmp_path) == before
+    assert tuner("cache", "merge", "empty.sqlite", "good.sqlite", "-o", "out").status == 0
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["import", "none.sqlite", "good.sqlite", "README.md", "--cache", "new.sqlite"],
+        ["merge", "none.sqlite", "good.sqlite", "README.md", "-o", "out"],
+        ["diff", "none.sqlite", "README.md"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_every_file_that_cannot_be_read_is_named(tuner, tmp_path, good, command):
+    placed(tmp_path, "text")
+    before = everything(tmp_path)
+    done = tuner("cache", *command)
+    assert (done.status, done.out) == (2, "")
+    assert "error: none.sqlite: no such file\nREADME.md: is not a file of decisions" in done.err
+    assert everything(tmp_path) == before
+
+
 def test_a_file_is_not_brought_to_itself(tuner, tmp_path, good):
     before = everything(tmp_path)
     done = tuner("cache", "import", "good.sqlite", "--cache", "good.sqlite")
