@@ -41,5 +41,6 @@ def by_key(misses: Iterable[MissRecord]) -> list[MissRecord]:
 
 def _together(one: MissRecord, other: MissRecord) -> MissRecord:
     """What the later of two says, since the earlier of them."""
-    last = max(one, other, key=lambda miss: (miss.last_seen, miss.count, miss.reason))
+    # The count comes last: that of what was merged before is no longer that of the one whose reason it has.
+    last = max(one, other, key=lambda miss: (miss.last_seen, miss.reason, miss.count))
     return replace(last, first_seen=min(one.first_seen, other.first_seen))

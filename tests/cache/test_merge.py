@@ -107,6 +107,15 @@ def test_merging_is_commutative_associative_and_idempotent(a, b, c):
     assert merged(content(merged(a, b)), a) == merged(a, b)
 
 
+def test_the_reason_of_a_miss_does_not_depend_on_the_grouping():
+    many, capture, last = (
+        make.miss(count=count, host="two", last_seen=make.moment + timedelta(seconds=second), reason=reason)
+        for count, second, reason in ((2, 0, ""), (1, 1, "capture"), (2, 1, ""))
+    )
+    left = merged(content(merged(([], [many], []), ([], [capture], []))), ([], [last], []))
+    assert left == merged(([], [many], []), content(merged(([], [capture], []), ([], [last], []))))
+
+
 @given(st.lists(decisions, max_size=6), st.randoms())
 def test_what_is_believed_does_not_depend_on_the_order(found, random_):
     shuffled = list(found)
