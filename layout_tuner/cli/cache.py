@@ -184,7 +184,7 @@ def prune(
     conditions = older_than is not None or environment is not None or op is not None
     if conditions == orphans:
         raise typer.BadParameter("name at least one of --older-than, --environment, --op, or --orphans alone")
-    moment = None if older_than is None else datetime.now(UTC) - _age(older_than)
+    moment = None if older_than is None else _moment(older_than)
     with _store(cache, config, existing=True) as store:
         removed = sweep(store) if orphans else remove(store, older_than=moment, environment=environment, op=op)
     if json:
@@ -237,11 +237,14 @@ def _shown(place: Path | str) -> str:
 
 
 def _existing(cache: str | None, config: Path | None) -> AbstractContextManager[Store | FolderStore | ServerStore]:
-    """The store for reading; it has to be there."""
+    """The store for reading; it has to be there, and no export that was changed: nothing is sealed on its word."""
     from layout_tuner.cache.server import ServerStore
+    from layout_tuner.cache.share import require_unbroken
     from layout_tuner.cache.store import open_existing
 
     place = stated_path(cache, config)
+    if isinstance(place, Path) and place.is_file():
+        require_unbroken(place)
     return closing(ServerStore(place, create=False) if isinstance(place, str) else open_existing(place))
 
 
@@ -287,11 +290,15 @@ def _require_decisions(store: Store | FolderStore | ServerStore, environment: st
     raise CacheError(f"{store.name}: no decisions of {wanted}; there are, by environment, {there}")
 
 
-def _age(text: str) -> timedelta:
+def _moment(text: str) -> datetime:
+    """The moment that lies an age before now; raises `typer.BadParameter`."""
     found = re.fullmatch(r"(\d{1,6})([hdw])", text.strip())
     if found is None:
         raise typer.BadParameter(f"{text!r} is no age; wanted a number and h, d or w, as in 30d")
-    return timedelta(**{_AGE_UNITS[found[2]]: int(found[1])})
+    try:
+        return datetime.now(UTC) - timedelta(**{_AGE_UNITS[found[2]]: int(found[1])})
+    except OverflowError:
+        raise typer.BadParameter(f"{text!r} reaches back before the year 1") from None
 
 
 def _tally_text(tally: Tally) -> str:

@@ -26,6 +26,7 @@ def show(
     from .decisions import decision_json, decision_table
 
     store = _layers(cache, config)
+    _warn_of_change(store.name)
     found = [each for each in store.resolutions(environment=environment, op=op) if layers or each.used]
     store.close()
     if json:
@@ -66,6 +67,20 @@ def _layers(cache: str | None, config: Path | None) -> LayeredStore:
         pin=settings.tuning.pin or None,
         read_only=True,
     )
+
+
+def _warn_of_change(name: str) -> None:
+    """Says on stderr where what is shown is an export that was changed."""
+    from layout_tuner.cache.share import require_unbroken
+    from layout_tuner.errors import CacheError
+
+    place = Path(name)
+    if not place.is_file():
+        return
+    try:
+        require_unbroken(place)
+    except CacheError as error:
+        typer.echo(f"warning: {error}", err=True)
 
 
 def word(resolution: Resolution, layers: bool) -> str:

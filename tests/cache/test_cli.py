@@ -79,6 +79,8 @@ def test_diff(tuner, file, make, tmp_path):
 def test_prune(tuner, file):
     assert "name at least one" in tuner("prune", "--cache", file, code=2)
     assert "30 days" in tuner("prune", "--older-than", "30 days", "--cache", file, code=2)
+    assert "before the year 1" in tuner("prune", "--older-than", "999999w", "--cache", file, code=2)
+    assert tuner("prune", "--older-than", "999999h", "--cache", file) == "0 decisions removed\n"
     assert tuner("prune", "--older-than", "30d", "--op", "chunk_bwd_dv_local", "--cache", file).startswith(
         "1 decisions"
     )

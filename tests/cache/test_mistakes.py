@@ -335,6 +335,35 @@ def test_a_file_is_not_brought_to_itself(tuner, tmp_path, good):
     assert everything(tmp_path) == before
 
 
+@pytest.fixture
+def tampered(tuner, tmp_path, good):
+    """An export with another winner than it was sealed with."""
+    assert tuner("cache", "export", "tampered.sqlite", "--cache", good).status == 0
+    path = tmp_path / "tampered.sqlite"
+    path.chmod(0o644)
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("UPDATE decisions SET candidate = 'full/g=STRIDE_HV'")
+        connection.commit()
+    path.chmod(0o444)
+    return path
+
+
+@pytest.mark.parametrize("out", [["out.sqlite"], ["--pin", "out.json"]])
+def test_an_export_that_was_changed_is_not_sealed_anew(tuner, tmp_path, tampered, out):
+    before = everything(tmp_path)
+    done = tuner("cache", "export", *out, "--cache", tampered)
+    assert (done.status, done.out) == (2, "")
+    assert "tampered.sqlite: was changed after it was exported" in done.err
+    assert everything(tmp_path) == before
+
+
+def test_an_export_that_was_changed_is_shown_as_such(tuner, tampered, good):
+    shown = tuner("show", "--cache", tampered, "--json")
+    assert (shown.status, len(json.loads(shown.out)["decisions"])) == (0, 1)
+    assert shown.err == f"warning: {tampered}: was changed after it was exported (its seal is broken)\n"
+    assert tuner("show", "--cache", good).err == ""
+
+
 def test_an_export_that_becomes_a_users_file_is_an_export_no_more(tmp_path, good, make):
     with contextlib.closing(Store(good)) as store:
         export_file(store, tmp_path / "export.sqlite")
