@@ -15,6 +15,7 @@ from .database import Database
 from .faults import Fault, StoreError
 from .models import SCHEMA_VERSION, Base, SchemaVersion
 from .records import time_text, utc_now
+from .seal import SEALED, locked_export
 
 logger = logging.getLogger(__name__)
 
@@ -204,6 +205,8 @@ def _check_place(path: Path) -> None:
         raise StoreError(f"{path}: is a folder", Fault.UNAVAILABLE)
     if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
         raise StoreError(f"{path}: cannot be written", Fault.READ_ONLY)
+    if locked_export(path):
+        raise StoreError(f"{path}: {SEALED}", Fault.READ_ONLY)
 
 
 def _check_readable(database: Database) -> None:

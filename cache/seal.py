@@ -22,6 +22,13 @@ BLANK = _MARK.decode() + "0" * _DIGITS
 """What the row says before the file is sealed."""
 
 
+SEALED = (
+    "is a sealed export and is not written to; import it into a file of your own with `tuner cache import`, or make it "
+    "one with `chmod u+w`"
+)
+"""What to say where an export was to be written to."""
+
+
 class SealState(Enum):
     """What a file's seal says."""
 
@@ -62,6 +69,14 @@ def seal_state(path: Path) -> SealState:
             return SealState.SOUND if sealed else SealState.BROKEN
     except (OSError, ValueError) as error:
         raise CacheError(f"{path}: {error}") from error
+
+
+def locked_export(path: Path) -> bool:
+    """Whether a file is an export, changed or not, that nobody has made writable: not even root writes to it."""
+    try:
+        return not os.stat(path).st_mode & 0o222 and seal_state(path) is not SealState.NONE
+    except (OSError, CacheError):
+        return False
 
 
 def warn_about(path: Path) -> None:

@@ -13,6 +13,7 @@ from .filesystem import file_system
 from .folder import FolderStore, host_files
 from .guarded import GuardedStore
 from .memory import MemoryStore
+from .seal import SEALED, locked_export
 
 __all__ = [
     "MemoryStore",
@@ -23,6 +24,7 @@ __all__ = [
     "open_path",
     "open_store",
     "require_existing",
+    "require_no_export",
     "require_place",
 ]
 
@@ -117,6 +119,12 @@ def require_place(path: Path) -> None:
             raise
 
 
+def require_no_export(path: Path) -> None:
+    """Raises `StoreError` where a command is to write to an export, which root could."""
+    if file_system(path.parent).local and locked_export(path):
+        raise StoreError(f"{path}: {SEALED}", Fault.UNAVAILABLE)
+
+
 def _require_writable(path: Path) -> bool:
     """Whether a file with content lies at a path; raises `StoreError` where none can lie or be written."""
     instead = "wanted a file of decisions, or the name of a new one"
@@ -124,6 +132,7 @@ def _require_writable(path: Path) -> bool:
         raise StoreError(f"{path}: is a folder; {instead}", Fault.UNAVAILABLE)
     if path.exists() and not path.is_file():
         raise StoreError(f"{path}: is no regular file; {instead}", Fault.UNAVAILABLE)
+    require_no_export(path)
     above = next(each for each in path.absolute().parents if each.exists())
     if not above.is_dir():
         raise StoreError(f"{path}: {above} is no folder; {instead}", Fault.UNAVAILABLE)

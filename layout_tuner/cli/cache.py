@@ -259,7 +259,7 @@ def _store(
         existing: Whether it has to be there, and sound.
     """
     from layout_tuner.cache.server import ServerStore
-    from layout_tuner.cache.store import default_path, open_existing, open_path
+    from layout_tuner.cache.store import default_path, open_existing, open_path, require_no_export
     from layout_tuner.config import Config
 
     if cache is not None and "://" in cache:
@@ -268,6 +268,7 @@ def _store(
     path = Path(stated).expanduser() if stated else default_path()
     if existing:
         open_existing(path).close()
+    require_no_export(path)
     return closing(open_path(path))
 
 

@@ -364,6 +364,42 @@ def test_an_export_that_was_changed_is_shown_as_such(tuner, tampered, good):
     assert tuner("show", "--cache", good).err == ""
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["cache", "prune", "--op", "chunk_bwd_dv_local"],
+        ["cache", "prune", "--orphans"],
+        ["cache", "import", "good.sqlite"],
+        ["warmup", "--shapes", "shapes.json"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("kind", ["sound", "changed"])
+def test_no_command_writes_to_an_export(tuner, tmp_path, tampered, command, kind):
+    (tmp_path / "shapes.json").write_text("[]")
+    tuner("cache", "export", "sound.sqlite", "--cache", "good.sqlite")
+    path = tampered if kind == "changed" else tmp_path / "sound.sqlite"
+    before = everything(tmp_path)
+    done = tuner(*command, "--cache", path)
+    assert (done.status, done.out) == (2, "")
+    assert f"{path}: is a sealed export and is not written to; import it into a file of your own" in done.err
+    assert everything(tmp_path) == before
+
+
+def test_a_job_reads_an_export_and_leaves_it_sealed(tmp_path, good, make, caplog):
+    path = tmp_path / "export.sqlite"
+    with contextlib.closing(Store(good)) as store:
+        export_file(store, path)
+    before = everything(tmp_path)
+    layers = open_layers(path)
+    kept = layers.publish(make.decision(T=7), make.environment)
+    assert layers.lookup(make.key(), make.environment.id) is not None
+    assert layers.lookup(make.key(T=7), make.environment.id) == kept
+    layers.close()
+    assert everything(tmp_path) == before
+    assert "kept in memory" in caplog.text
+
+
 def test_an_export_that_becomes_a_users_file_is_an_export_no_more(tmp_path, good, make):
     with contextlib.closing(Store(good)) as store:
         export_file(store, tmp_path / "export.sqlite")
