@@ -398,14 +398,15 @@ class OpSpec:
             faults = self.form_faults(form)
             if faults:
                 raise ConfigError(f"form {name!r}: " + "; ".join(faults))
-            flags = {
-                option.label: str(int(option.default)) for option in self.options if isinstance(option.default, bool)
-            }
-            return form_text({entry: value for entry, value in form.entries.items() if flags.get(entry) != value})
+            # As a call writes it: a flag only where it is not at its default, every other option always.
+            flags = {each.label: str(int(each.default)) for each in self.options if isinstance(each.default, bool)}
+            entries = {each.label: str(each.default) for each in self.options if each.label not in flags}
+            entries |= form.entries
+            return form_text({entry: value for entry, value in entries.items() if flags.get(entry) != value})
         raise ConfigError(f"{self.name} has no form {name!r} (it has {', '.join(self.forms)})")
 
     def form_faults(self, form: Form) -> list[str]:
-        """What is wrong with the entries of a form: names the op does not have, values that no call leads to."""
+        """What is wrong with the entries of a form: names the op does not have, values no call leads to, gaps."""
         wanted = self.form_values
         unknown = [entry for entry in form.entries if entry not in wanted]
         faults = []
@@ -413,11 +414,13 @@ class OpSpec:
             faults.append(REFUSAL)
         elif unknown:
             faults.append(f"{self.name} has no {', '.join(unknown)} (it has {', '.join(sorted(wanted))})")
-        return faults + [
+        faults += [
             f"{entry}: wanted one of {', '.join(wanted[entry])}, got {value!r}"
             for entry, value in form.entries.items()
             if entry in wanted and value not in wanted[entry]
         ]
+        needed = [operand.name for operand in self.operands if operand.time_axis and not operand.optional]
+        return faults + [f"{name}: missing, no call of {self.name} is without" for name in needed if name not in form]
 
     @functools.cached_property
     def form_values(self) -> dict[str, list[str]]:

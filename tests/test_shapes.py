@@ -114,6 +114,7 @@ def test_what_no_kernel_serves_is_said_and_left_out() -> None:
             {"op": CUMSUM, "forms": ["output_dtype=int8"]},
             "forms: form 'output_dtype=int8': output_dtype: wanted one of",
         ),
+        ({"op": CUMSUM, "forms": ["BT=64"]}, f"forms: form 'BT=64': g: missing, no call of {CUMSUM} is without"),
         ({"op": None, "forms": ["BT=abc"]}, "forms: no op has a form 'BT=abc'"),
         ({"forms": []}, "forms: wanted names of forms, or none of this field for all of them, got an empty list"),
         ({"op": None, "forms": ["trainig"]}, "forms: no op has a form 'trainig'"),
@@ -138,11 +139,12 @@ def test_every_form_of_every_op_is_a_form() -> None:
         assert [spec.form_named(form) for form in spec.every_form] == list(spec.every_form)
 
 
-def test_a_flag_at_its_default_goes_without_saying() -> None:
+def test_a_form_is_written_as_a_call_writes_it() -> None:
     spec = registry.lookup(CUMSUM)
     text = "BT=64,g=float32@STRIDE_HV,output_dtype=float32"
     assert spec.form_named(f"{text},reverse=0") == spec.form_named(text) == text
     assert spec.form_named(f"{text},reverse=1") == f"{text},reverse=1"
+    assert spec.form_named("g=float32@STRIDE_HV") == text
 
 
 @pytest.mark.parametrize("missing", ["T", "H", "K", "dtype"])
