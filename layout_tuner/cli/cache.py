@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -186,6 +187,7 @@ def prune(
         raise typer.BadParameter("name at least one of --older-than, --environment, --op, or --orphans alone")
     moment = None if older_than is None else _moment(older_than)
     with _store(cache, config, existing=True) as store:
+        require_known_op(store.decisions(op=op), op)
         removed = sweep(store) if orphans else remove(store, older_than=moment, environment=environment, op=op)
     if json:
         print_json({"removed": removed})
@@ -270,6 +272,16 @@ def _store(
         open_existing(path).close()
     require_no_export(path)
     return closing(open_path(path))
+
+
+def require_known_op(found: Iterable[object], op: str | None) -> None:
+    """Raises `ConfigError` for an op that has no decision and does not exist: a typo."""
+    if op is None or "." in op or next(iter(found), None) is not None:
+        return
+    import layout_tuner.ops  # noqa: F401  registers every op
+    from layout_tuner import registry
+
+    registry.lookup(op)
 
 
 def _require_decisions(store: Store | FolderStore | ServerStore, environment: str | None, op: str | None) -> None:

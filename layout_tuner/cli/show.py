@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .cache import CacheOption
+from .cache import CacheOption, require_known_op
 from .common import console, print_json
 
 if TYPE_CHECKING:
@@ -28,7 +28,9 @@ def show(
     store = _layers(cache, config)
     _warn_of_change(store.name)
     found = [each for each in store.resolutions(environment=environment, op=op) if layers or each.used]
+    all_ops = [] if found else [each.record.key.op for each in store.resolutions() if layers or each.used]
     store.close()
+    require_known_op(found, op)
     if json:
         rows = [decision_json(each.record) for each in found]
         if layers:
@@ -37,7 +39,11 @@ def show(
         return
     out = console()
     if not found:
-        out.print(f"no decisions in {store.name}", markup=False)
+        asked = {"op": op, "environment": environment}
+        chosen = [f"{name} {value!r}" for name, value in asked.items() if value is not None]
+        wanted = f" of {' and '.join(chosen)}" if all_ops else ""
+        there = f"; it holds {len(all_ops)}, of {', '.join(sorted(set(all_ops)))}" if all_ops else ""
+        out.print(f"no decisions{wanted} in {store.name}{there}", markup=False)
         return
     for place in dict.fromkeys(each.record.environment for each in found):
         out.print(f"environment {place}", markup=False)

@@ -348,6 +348,23 @@ def tampered(tuner, tmp_path, good):
     return path
 
 
+@pytest.mark.parametrize("command", [["show"], ["show", "--json"], ["cache", "prune"]], ids=" ".join)
+def test_an_op_that_does_not_exist_is_a_typo(tuner, tmp_path, good, command):
+    before = everything(tmp_path)
+    done = tuner(*command, "--op", "nope", "--cache", good)
+    assert (done.status, done.out) == (2, "")
+    assert "no op 'nope' (there are chunk_bwd_dqkwg, chunk_bwd_dv_local, " in done.err
+    assert everything(tmp_path) == before
+
+
+def test_show_says_what_there_is_where_nothing_was_asked_for(tuner, good):
+    there = f"in {good}; it holds 1, of chunk_bwd_dv_local\n"
+    shown = tuner("show", "--op", "chunk_fwd_o", "--cache", good)
+    assert (shown.status, shown.out) == (0, f"no decisions of op 'chunk_fwd_o' {there}")
+    shown = tuner("show", "--environment", "H200", "--cache", good)
+    assert (shown.status, shown.out) == (0, f"no decisions of environment 'H200' {there}")
+
+
 @pytest.mark.parametrize("out", [["out.sqlite"], ["--pin", "out.json"]])
 def test_an_export_that_was_changed_is_not_sealed_anew(tuner, tmp_path, tampered, out):
     before = everything(tmp_path)
