@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,13 +50,36 @@ def exit_on_bad_input() -> Iterator[None]:
     from layout_tuner.errors import LayoutTunerError
 
     try:
-        yield
+        try:
+            yield
+        finally:
+            # Here rather than at the interpreter's end, which would print a traceback.
+            sys.stdout.flush()
+    except OSError as error:
+        if not _output_lost():
+            raise
+        if error.errno != errno.EPIPE:
+            typer.echo(f"error: the output cannot be written: {error.strerror}", err=True)
+        sys.exit(FAILED)
     except LayoutTunerError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(FAILED if failed_at_work(error) else BAD_INPUT)
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         sys.exit(INTERRUPTED)
+
+
+def _output_lost() -> bool:
+    """Whether stdout takes nothing any more; what waits to be written is then given up."""
+    try:
+        # What failed may not have been kept, so a flush alone would not show it.
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return True
+    return False
 
 
 def failed_at_work(error: Exception) -> bool:

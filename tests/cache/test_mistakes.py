@@ -5,10 +5,11 @@ import json
 import os
 import shutil
 import sqlite3
+import subprocess
 from pathlib import Path
 
 import pytest
-from command import run_here
+from command import TUNER, run_here
 from layout_tuner.cache.faults import Fault, StoreError
 from layout_tuner.cache.file import Store
 from layout_tuner.cache.folder import FolderStore
@@ -346,6 +347,13 @@ def tampered(tuner, tmp_path, good):
         connection.commit()
     path.chmod(0o444)
     return path
+
+
+@pytest.mark.parametrize("command", [["show"], ["show", "--json"]], ids=" ".join)
+def test_a_full_disk_behind_stdout_is_said_in_one_line(good, command):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([TUNER, *command, "--cache", good], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "error: the output cannot be written: No space left on device\n")
 
 
 @pytest.mark.parametrize("command", [["show"], ["show", "--json"], ["cache", "prune"]], ids=" ".join)
