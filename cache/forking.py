@@ -2,9 +2,10 @@
 
 import contextlib
 import os
+import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 _PATIENCE_S = 5.0
 
@@ -30,10 +31,12 @@ class Forkable:
         """Forgets, in a child, connections that a fork caught open."""
         raise NotImplementedError
 
-    def __del__(self) -> None:
-        # What was dropped without being closed closes here, not whenever its connections happen to be collected.
-        with contextlib.suppress(Exception):
-            self.close()
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        # What was dropped without being closed closes here, not whenever its connections happen to be collected. As
+        # the interpreter ends, this module's globals may be gone, and the process closes everything.
+        if not ending():
+            with contextlib.suppress(Exception):
+                self.close()
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
