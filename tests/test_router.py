@@ -780,7 +780,7 @@ class CalledLate:
         (Model, "the class Model: decorate its methods"),
         (3, "3: wanted a function"),
     ],
-    ids=str,
+    ids=["coroutine", "generator", "asynchronous generator", "asynchronous callable", "class", "number"],
 )
 def test_what_cannot_be_decorated(thing: Any, said: str) -> None:
     with pytest.raises(TypeError, match=f"enable: cannot decorate .*{said}"):
