@@ -132,7 +132,9 @@ class Checker:
         """Root mean square of the terms of outputs that can cancel."""
         if self.spec.term_rms is None:
             return {}
-        return {name: float(value) for name, value in self.spec.term_rms(**self.spec.arguments(self.seen)).items()}
+        wanted = {output.name: tensor for output, tensor in zip(self.spec.outputs, self.wanted, strict=True)}
+        found = self.spec.term_rms(wanted, **self.spec.arguments(self.seen))
+        return {name: float(value) for name, value in found.items()}
 
     def compare(self, candidate: Candidate, got: Outputs, *, default: bool) -> Check:
         """How a candidate's results compare; those of a right one are kept for the candidates after it.

@@ -1,7 +1,8 @@
 """How far a result is from the oracle, and how far it may be.
 
 The measure is the root mean square of the difference over the root mean square of the reference, or, where a
-result is a difference of sums and may cancel, of the terms that were summed if that is larger. Where the reference
+result is a difference of sums and may cancel, of the terms that were summed if that is larger. An op says how large its
+terms are, with the reason beside it; what does not cancel has none. Where the reference
 is zero throughout, the result must be zero. A NaN or an infinity that the reference lacks is an infinite error.
 """
 

@@ -257,6 +257,41 @@ def gdn_gate_bwd(
     return dg, dA_log, None if dt_bias is None else dg.flatten(0, -2).sum(0).reshape(dt_bias.shape)
 
 
+def gate_parameter_term_rms(
+    dg: Tensor,
+    g: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+) -> dict[str, Tensor]:
+    """Scales for errors of a chain's dA_log and ddt_bias, sums over all tokens whose terms cancel.
+
+    The terms of ddt_bias are dg, the gradient of the raw gate `g`, and those of dA_log dg * softplus(x) / sigmoid(x),
+    x = g + dt_bias. A chain rounds what a chunk's gradients are made from, and the gradient of a token's gate is a sum
+    over the later tokens of its chunk: errors of one chunk have one sign and add up, those of different chunks are
+    independent. So the scale is the root of the sum over chunks of the squared sum of the terms' magnitudes, and of
+    that the root mean square over heads.
+    """
+    x = g.to(dg.dtype)
+    if dt_bias is not None:
+        x = x + dt_bias.to(dg.dtype).reshape(-1)
+    x = torch.where(dg == 0, 0.0, x).clamp(min=-30.0)  # softplus(x) / sigmoid(x) is 1 below
+    terms = {"dA_log": dg * F.softplus(x) / x.sigmoid()}
+    if dt_bias is not None:
+        terms["ddt_bias"] = dg
+    found = {}
+    for name, term in terms.items():
+        size = term.abs()
+        up_to, from_there = (
+            chunk_local_cumsum(size, chunk_size, reverse, None, cu_seqlens, compute_dtype=dg.dtype)
+            for reverse in (False, True)
+        )
+        # Every token of a chunk finds the chunk's whole sum; times its own size, it is the square when all are added.
+        found[name] = (size * (up_to + from_there - size)).flatten(0, -2).sum(0).mean().sqrt()
+    return found
+
+
 @_oracle("token")
 def chunk_scaled_dot_kkt_fwd(
     k: Tensor,

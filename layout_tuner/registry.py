@@ -210,7 +210,8 @@ class OpSpec:
         unsupported: Reasons an op of its own cannot serve a key, beyond the common ones.
         tolerances: Largest error allowed for an output by name, 16-bit dtypes; fp32 is `numerics.FP32_TOLERANCE`.
         truncations: Times its tolerance that bfloat16 may miss by in the interpreter, see `numerics.tolerance`.
-        term_rms: Root mean square of the terms summed into outputs that can cancel, by output name.
+        term_rms: `term_rms(wanted, **arguments)`: how large the terms are whose sums outputs that can cancel are, by
+            output name; `wanted` are the reference's results by name.
     """
 
     name: str

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from cases import experiment_for, faults, key_for
 
 import layout_tuner
 from layout_tuner import layouts, numerics, ops, packing, reference, router
@@ -302,6 +303,22 @@ def test_a_step_copies_no_gate(
     assert not copies.made
 
 
+def test_parameter_gradients_that_cancel(device: torch.device) -> None:
+    """ddt_bias of these arguments is a fiftieth of its terms: rounding is no fault there, a chunk left out is one."""
+    spec = lookup("chunk_gated_delta_rule")
+    key = key_for(spec, spec.forms["layer"], "bfloat16", B=1, T=128, H=1, HV=2, K=32, V=32)
+    experiment = experiment_for(spec, key, device)
+    names = [output.name for output in spec.outputs]
+    wanted = dict(zip(names, experiment.wanted, strict=True))
+    dg, ddt_bias = wanted["dg"], wanted["ddt_bias"]
+    assert dg is not None and ddt_bias is not None
+    assert numerics.rms(ddt_bias) < experiment.term_rms["ddt_bias"] / 25
+    assert faults(experiment) == []
+    short = dict(wanted, ddt_bias=dg[:, :64].sum((0, 1)))
+    check = experiment.compare(tuple(short[name] for name in names))
+    assert not check.right and check.output == "ddt_bias"
+
+
 def test_layouts_give_the_same_bits(device: torch.device, in_layout: Callable[[Layout], None]) -> None:
     given = make(device, B=1, K=16, V=16)
     results = []
@@ -462,7 +479,6 @@ def test_contradicting_options_are_refused_together(device: torch.device) -> Non
 def test_the_chain_runs_each_stage_in_its_stored_variant(device: torch.device) -> None:
     """A stage's own decision names its variant; what is not stored runs its default."""
     spec = lookup("chunk_gated_delta_rule")
-    from cases import experiment_for, key_for
 
     experiment = experiment_for(spec, key_for(spec, spec.every_form[0], B=1, T=20, K=16, V=16), device)
     asked = {}

@@ -430,6 +430,30 @@ def test_fused_gate_follows_autograd(case: Case, bias: bool) -> None:
         assert ddt_bias is None
 
 
+@each_case
+@pytest.mark.parametrize("bias", [False, True])
+def test_scales_of_parameter_gradients_add_up_chunks(case: Case, bias: bool) -> None:
+    """Magnitudes within a chunk, squares over chunks; what lies outside every sequence may be anything."""
+    g = 5 * torch.randn(case.B, case.T, case.HV, dtype=F64)
+    A_log, dt_bias = torch.randn(case.HV, dtype=F64), torch.randn(case.HV, dtype=F64)
+    dyg = torch.randn_like(g)
+    bounds = [0, case.T] if case.cu is None else case.cu.tolist()
+    dyg[:, : bounds[0]] = dyg[:, bounds[-1] :] = 0
+    dg, _, _ = reference.gdn_gate_bwd(g, A_log, dt_bias if bias else None, dyg, compute_dtype=F64)
+    dA = dyg * reference.gdn_gate(g, A_log, dt_bias if bias else None, compute_dtype=F64)
+    want = {"dA_log": torch.zeros(case.HV, dtype=F64), "ddt_bias": torch.zeros(case.HV, dtype=F64)}
+    for bos, eos in itertools.pairwise(bounds):
+        for start in range(bos, eos, case.BT):
+            rows = slice(start, min(start + case.BT, eos))
+            want["dA_log"] += dA[:, rows].abs().sum(1).square().sum(0)
+            want["ddt_bias"] += dg[:, rows].abs().sum(1).square().sum(0)
+    g[:, : bounds[0]] = g[:, bounds[-1] :] = float("nan")
+    found = reference.gate_parameter_term_rms(dg, g, A_log, dt_bias if bias else None, case.cu, case.BT)
+    assert set(found) == ({"dA_log", "ddt_bias"} if bias else {"dA_log"})
+    for name, scale in found.items():
+        close(scale, want[name].mean().sqrt())
+
+
 @pytest.mark.parametrize("name", ["packed", "packed-gaps"])
 def test_packed_is_every_sequence_on_its_own(name: str) -> None:
     """States in the order of the chunk indices, a state row for an empty sequence, zeros outside."""

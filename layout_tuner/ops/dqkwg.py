@@ -239,6 +239,6 @@ SPEC = register(
             "BT=16,g=float32@STRIDE_HV",
         ),
         tolerances={"dq": 0.006, "dk": 0.006, "dw": 0.006, "dg": 0.006},
-        term_rms=reference.chunk_bwd_dqkwg_term_rms,
+        term_rms=lambda wanted, **named: reference.chunk_bwd_dqkwg_term_rms(**named),
     )
 )

@@ -7,7 +7,7 @@ T_CONTIG; each stage's kernel variant is the one stored for that stage, else its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -597,6 +597,22 @@ def _reference(
     return (o, final_state, *[getattr(found, name) for name in Gradients._fields])
 
 
+def _term_rms(
+    wanted: Mapping[str, Tensor | None],
+    g: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    chunk_size: int,
+    cu_seqlens: Tensor | None = None,
+    **_: Any,
+) -> dict[str, Tensor]:
+    """How large the terms of the gradients are that are sums over tokens."""
+    dg = wanted["dg"]
+    if dg is None or g is None or A_log is None:
+        return {}
+    return reference.gate_parameter_term_rms(dg, g, A_log, dt_bias, cu_seqlens, chunk_size)
+
+
 def _state(name: str, given_with: tuple[str, ...] = ()) -> Operand:
     """A state for each sequence."""
     return Operand(
@@ -691,6 +707,7 @@ SPEC = register(
             "BT=16,beta=float32@STRIDE_HV,g=float32@STRIDE_HV,grad=1,use_qk_l2norm_in_kernel=1",
         ),
         tolerances=dict.fromkeys(("o", "final_state", *Gradients._fields), 0.008),
+        term_rms=_term_rms,
         truncations=3.0,  # eight stages, each of which stores bfloat16
     )
 )

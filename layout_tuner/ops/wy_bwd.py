@@ -158,6 +158,6 @@ SPEC = register(
             "BT=16,beta=float32@STRIDE_HV,g=float32@STRIDE_HV",
         ),
         tolerances={"dk": 0.006, "dv": 0.006, "dbeta": 0.006, "dg": 0.006},
-        term_rms=reference.prepare_wy_repr_bwd_term_rms,
+        term_rms=lambda wanted, **named: reference.prepare_wy_repr_bwd_term_rms(**named),
     )
 )
