@@ -71,10 +71,10 @@ ascend-test: $(INSTALLED) ascend
 ascend-gate: $(INSTALLED) ascend
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) tests/ascend/test_gate.py
 
-## make ascend-docs write docs/ascend.md: what the kernels compile to, beside the public ones
+## make ascend-docs write docs/ascend.md: what the kernels compile to, beside the public ones; the whole matrix, long
 ascend-docs: $(INSTALLED) ascend
 	mkdir -p docs
-	$(BIN)/python -m layout_tuner.ascend.docs > docs/ascend.md.new
+	$(BIN)/python -m layout_tuner.ascend.docs --whole > docs/ascend.md.new
 	mv docs/ascend.md.new docs/ascend.md
 
 clean:
