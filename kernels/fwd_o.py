@@ -86,6 +86,9 @@ def chunk_fwd_o(
             b_o *= tl.exp2(b_G)[:, None]
             # Above the diagonal the difference may be large and positive: mask before exp2, not after.
             b_A *= tl.exp2(tl.where(m_A & m_t[None, :], b_G[None, :] - b_G[:, None], 0.0))
+        else:
+            # Vector work between the two products into b_o: bishengir 1.2.0 does not compile one right after the other.
+            b_o = tl.where(m_t[:, None], b_o, 0.0)
         b_A = tl.where(m_A, b_A, 0.0)
 
         b_o += tl.dot(tl.trans(b_A.to(b_v.dtype)), b_v, input_precision=DOT_PRECISION)

@@ -40,7 +40,7 @@ def predict_shapes(
 
     Raises:
         ConfigError: Unknown target, unusable shapes, no toolchain; nothing was stored.
-        typer.Exit: With 1: some key has no candidate that compiles, or no kernel serves it.
+        typer.Exit: With 1: a candidate does not compile, no kernel serves a key, or the file could not be written.
     """
     from layout_tuner import ops as _ops  # noqa: F401  registers every op
     from layout_tuner.ascend.candidates import cases_of, compile_candidates
@@ -71,14 +71,15 @@ def predict_shapes(
             decision = decision_record(spec, key, found, prediction, target)
             store.publish(decision, environment_record(target, version))
             rows.append((key, found, decision))
-        name = store.name
+        kept = store.healthy
     finally:
         store.close()
+    name = store.name if kept else f"memory only, {store.name} cannot be used"
     if json:
         print_json(summary_json(target, version, name, rows, refused))
     else:
         print_summary(target, version, name, rows, refused)
-    if refused or any(not all(report.ok for report in found) for _, found, _ in rows):
+    if refused or not kept or any(not all(report.ok for report in found) for _, found, _ in rows):
         raise typer.Exit(1)
 
 

@@ -9,6 +9,7 @@ from command import Result, run_here
 from layout_tuner.cache.store import open_store
 from layout_tuner.kernels import tiling
 
+from layout_tuner.ascend import candidates
 from layout_tuner.ascend.targets import TARGETS
 from layout_tuner.ascend.toolchain import Toolchain
 
@@ -144,6 +145,27 @@ def test_predictions_are_stored_with_what_was_counted(tuner: Tuner, tmp_path: Pa
         # No time is ever predicted.
         assert (measured.end_to_end_us, measured.kernel_us, measured.relayout_us) == (None, None, None)
         assert not {"us", "ms", "s", "cycles"} & {word for name in measured.counts for word in name.split()}
+
+
+def test_predictions_that_cannot_be_kept_are_no_success(
+    tuner: Tuner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file's folder is gone when the compiler is done, though it was there when the command began."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    compile_them = candidates.compile_candidates
+
+    def while_the_folder_goes(*arguments: object) -> object:
+        found = compile_them(*arguments)  # type: ignore[arg-type]
+        folder.rmdir()
+        folder.touch()
+        return found
+
+    monkeypatch.setattr(candidates, "compile_candidates", while_the_folder_goes)
+    file = folder / "decisions.sqlite"
+    result = tuner("warmup", "--shapes", shapes_file(tmp_path), "--target", "Ascend910B3", "--cache", file)
+    assert result.status == 1
+    assert "memory only" in " ".join(result.out.split())
 
 
 def test_a_prediction_without_one_candidate(tuner: Tuner, tmp_path: Path, one_too_wide: None) -> None:

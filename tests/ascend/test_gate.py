@@ -11,9 +11,10 @@ import torch
 
 from layout_tuner import numerics, ops, registry
 from layout_tuner.ascend import gate
-from layout_tuner.ascend.candidates import Case, cases_of, compile_candidates
+from layout_tuner.ascend.candidates import Case, cases_of, chip_of, compile_candidates
 from layout_tuner.ascend.compiler import Compiler
 from layout_tuner.ascend.execution import NativeRunner
+from layout_tuner.ascend.targets import target_named
 from layout_tuner.experiment import Experiment
 from layout_tuner.keys import Key
 from layout_tuner.registry import dtype_name
@@ -40,6 +41,27 @@ def test_every_candidate_compiles_within_its_means(part: gate.Part, compiler_for
     cases = gate.cases(registry.lookup(part.op), part)
     rows = gate.rows(cases, compile_candidates(cases, compiler_for(part.target)))
     wrong = [f"{row.report.candidate} {row.case.key.form}: {text}" for row in rows for text in row.complaints]
+    assert not wrong, "\n".join([f"{len(wrong)} complaints:", *wrong])
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["default", "every"])
+@pytest.mark.parametrize(
+    ("op", "form"), [(op, form) for op in OPS if op != gate.CHAIN for form in registry.lookup(op).more_forms]
+)
+def test_other_forms_compile_too(op: str, form: str, every: bool, compiler: Compiler) -> None:
+    """Without a gate, with another chunk size, with states: the default candidate of what is no standard form."""
+    spec, chip = registry.lookup(op), chip_of(target_named(gate.TARGET))
+    keys = [gate.key(spec, 64, 64, "bfloat16", packed, form) for packed in ((False, True) if every else (False,))]
+    cases = [
+        case
+        for key in keys
+        if not gate.refused(spec, key)
+        for case in cases_of(spec, key)
+        if every or case.candidate == spec.default(key, chip)
+    ]
+    assert cases
+    rows = gate.rows(cases, compile_candidates(cases, compiler))
+    wrong = [f"{row.report.candidate} {row.case.key}: {text}" for row in rows for text in row.complaints]
     assert not wrong, "\n".join([f"{len(wrong)} complaints:", *wrong])
 
 

@@ -1,6 +1,7 @@
 """Memory that tiles take: predicted against planned, and refused before launch where there is none."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from layout_tuner.ascend.compiler import Compiler
 from layout_tuner.ascend.targets import target_named
 from layout_tuner.errors import UnsupportedProblemError
 from layout_tuner.inputs import synthesize
+from layout_tuner.layouts import Layout
 from layout_tuner.prepare import Prepared
 from layout_tuner.registry import Problem
 
@@ -56,6 +58,34 @@ def test_predictions_hold_against_the_compilers_plans(op: str, K: int, V: int, d
             for plan, most, limit in list(zip(planned, found, limits, strict=True))[1:]:
                 assert plan == min(most, limit), (kernel.kernel, found, planned)
     assert seen
+
+
+SIZES = (16, 32, 64, 128, 256)
+
+
+def reachable(op: str) -> list[Case]:
+    """A case for every combination of tiles that any K and V get, at the largest chunk, in the costliest layout."""
+    spec = registry.lookup(op)
+    found: dict[tuple[object, ...], Case] = {}
+    for dtype, K, V in itertools.product(gate.DTYPES, SIZES, SIZES):
+        key = gate.key(spec, K, V, dtype, False, next(iter(spec.forms.values())))
+        for case in cases_of(spec, key):
+            if any(layout is Layout.T_CONTIG for _, layout in case.candidate.plan.layouts):
+                continue
+            for launch in launches(case, B3)[0]:
+                chosen = tuple(tiles.tiles_of(launch).items())
+                found.setdefault((launch.name, dtype, chosen), case)
+    return list({id(case): case for case in found.values()}.values())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("op", [name for name in registry.names() if name != gate.CHAIN])
+def test_no_width_overflows(op: str, compiler: Compiler) -> None:
+    """Of a kernel's memory, K and V decide nothing but the tiles; so these are all that there can be."""
+    cases = reachable(op)
+    rows = gate.rows(cases, compile_candidates(cases, compiler))
+    wrong = [f"{row.report.candidate} {row.case.key}: {text}" for row in rows for text in row.complaints]
+    assert not wrong, "\n".join([f"{len(wrong)} complaints of {len(cases)} cases:", *wrong])
 
 
 def test_the_limits_are_the_targets() -> None:
