@@ -18,7 +18,7 @@ from . import device as devices
 from . import forcing
 from . import ops as _ops  # noqa: F401  registers every op
 from .api import forced_candidates
-from .config import Config
+from .config import Config, disabled
 from .decisions import key_of, key_record
 from .environment import environment
 from .errors import ConfigError, Faults
@@ -93,6 +93,8 @@ def explain(
         faults.found += refused
     with faults.gathered():
         devices.resolve(str(device) if device is not None else None)
+    with faults.gathered():
+        disabled()
     faults.complain()
     return explain_keys(wanted, config=settings, cache=cache, device=device)
 
@@ -111,7 +113,19 @@ def explain_keys(
     where = devices.resolve(str(device) if device is not None else None)
     router = Router(settings, on_miss="default", forced=forced_candidates())
     with closing(router):
-        return tuple(explain_key(router, spec, key, where) for spec, key in wanted)
+        say = explain_disabled if disabled() else explain_key
+        return tuple(say(router, spec, key, where) for spec, key in wanted)
+
+
+def explain_disabled(router: Router, spec: OpSpec, key: Key, device: torch.device) -> Explanation:
+    """What a key runs while nothing is routed."""
+    return Explanation(
+        key=key,
+        environment=environment(device).id,
+        candidate=spec.default(key, devices.chip(device)).id,
+        source="default",
+        reason="LAYOUT_TUNER_DISABLE=1: nothing is routed",
+    )
 
 
 def explain_key(router: Router, spec: OpSpec, key: Key, device: torch.device) -> Explanation:

@@ -166,6 +166,12 @@ def test_explain_says_what_is_forced(
     candidate, source, reason = explained(pinned, T=21)
     assert (candidate, source) == (CANDIDATES[0], "default")
     assert reason.startswith("not in the pin; ")
+    monkeypatch.setenv("LAYOUT_TUNER_FORCE", f"{SPEC.name}={LAST}")
+    monkeypatch.setenv("LAYOUT_TUNER_DISABLE", "1")
+    assert explained(pinned) == (CANDIDATES[0], "default", "LAYOUT_TUNER_DISABLE=1: nothing is routed")
+    monkeypatch.setenv("LAYOUT_TUNER_DISABLE", "maybe")
+    with pytest.raises(ConfigError, match="LAYOUT_TUNER_DISABLE: wanted 0 or 1, got 'maybe'"):
+        explained(pinned)
 
 
 def test_disabled_routes_nothing(
