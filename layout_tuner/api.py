@@ -167,13 +167,13 @@ def enable(
 
     Raises:
         CacheError: A pin file (`[tuning] pin`) that cannot be used.
-        ConfigError: Settings and variables that cannot be used, all in one message, or a flash-linear-attention that
-            is too old.
+        ConfigError: An `on_miss`, settings and variables that cannot be used, all in one message, or a
+            flash-linear-attention that is too old.
         TypeError: `config` is no settings and no path.
     """
-    if on_miss not in (None, "tune", "default", "error"):
-        raise ValueError(f"enable: on_miss: wanted 'tune', 'default', 'error' or None, got {on_miss!r}")
     faults = Faults()
+    if on_miss not in (None, "tune", "default", "error"):
+        faults.found.append(f"enable: on_miss: wanted 'tune', 'default', 'error' or None, got {on_miss!r}")
     settings, wanted, off = Config(), {}, False
     with faults.gathered():
         settings = config if isinstance(config, Config) else Config.load(config)
