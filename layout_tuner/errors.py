@@ -7,7 +7,8 @@
     └── TuningError              no candidate could be used for a key
         └── TooLittleMemoryError     or there is too little device memory to find out
 
-Wrong shapes, dtypes and devices of a call are `ValueError` and `TypeError`, as in torch.
+Wrong shapes, dtypes and devices of a call are `ValueError` and `TypeError`, as in torch. `PackingError` is the
+`ValueError` for values that only a running candidate looks at.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ class UnsupportedProblemError(LayoutTunerError):
         self.op = op
         self.reasons = tuple(reasons)
         super().__init__(f"{op}: " + "; ".join(self.reasons))
+
+
+class PackingError(ValueError):
+    """Sequence starts or chunks whose values cannot be used: the call's own fault, whatever candidate runs it."""
 
 
 class CacheError(LayoutTunerError):

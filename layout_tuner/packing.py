@@ -11,6 +11,8 @@ import weakref
 
 import torch
 
+from .errors import PackingError
+
 _lock = threading.Lock()
 _memo: dict[tuple[int, int, int], tuple[weakref.ref[torch.Tensor], torch.Tensor, torch.Tensor, int]] = {}
 
@@ -38,7 +40,7 @@ def prepare_chunk_indices(
     """
     indices, _, last = _prepared(cu_seqlens, chunk_size, cu_seqlens_cpu)
     if tokens is not None and last > tokens:
-        raise ValueError(f"cu_seqlens: wanted an end of at most T={tokens}, got {last}")
+        raise PackingError(f"cu_seqlens: wanted an end of at most T={tokens}, got {last}")
     return indices
 
 
@@ -71,7 +73,7 @@ def chunks_of(
         most = -(-tokens // chunk_size) + cu_seqlens.shape[0] - 1
         right = chunk_indices.shape[0] <= most
     if not right:
-        raise ValueError(
+        raise PackingError(
             f"chunk_indices: wanted prepare_chunk_indices(cu_seqlens, {chunk_size}), of at most {most} chunks, got "
             f"{list(chunk_indices.shape)} of other sequences or another chunk size"
         )
@@ -116,11 +118,11 @@ def _prepared(
         return known[1], known[2], known[3]
     starts = cu_seqlens_cpu if cu_seqlens_cpu is not None else cu_seqlens.cpu()
     if starts.shape != cu_seqlens.shape:
-        raise ValueError(f"cu_seqlens_cpu: wanted {list(cu_seqlens.shape)} as cu_seqlens, got {list(starts.shape)}")
+        raise PackingError(f"cu_seqlens_cpu: wanted {list(cu_seqlens.shape)} as cu_seqlens, got {list(starts.shape)}")
     if starts.ndim != 1 or len(starts) < 1:
-        raise ValueError(f"cu_seqlens: wanted starts [N + 1], got {list(starts.shape)}")
+        raise PackingError(f"cu_seqlens: wanted starts [N + 1], got {list(starts.shape)}")
     if int(starts[0]) < 0 or bool((starts.diff() < 0).any()):
-        raise ValueError(f"cu_seqlens: wanted starts from 0 that never fall, got {starts.tolist()[:16]}")
+        raise PackingError(f"cu_seqlens: wanted starts from 0 that never fall, got {starts.tolist()[:16]}")
     last = int(starts[-1])
     counts = (starts.diff() + chunk_size - 1) // chunk_size
     sequence = torch.repeat_interleave(torch.arange(len(counts)), counts)

@@ -32,7 +32,7 @@ from .config import Config
 from .counters import UNROUTED, Tallies, Tally, count_tuning, saved_us
 from .decisions import key_record, measurement_of, outcome_record
 from .environment import PREDICTED, environment
-from .errors import CacheError, LayoutTunerError, TooLittleMemoryError, TuningError
+from .errors import CacheError, LayoutTunerError, PackingError, TooLittleMemoryError, TuningError
 from .experiment import Experiment
 from .fitting import Fits, Run, Scalars, Signature, fitting, guard, running, signature
 from .footprint import MARGIN, MIB, tuning_bytes
@@ -208,8 +208,10 @@ class Router:
             before: What failed before that.
 
         Raises:
-            Exception: `error` itself, where nothing is left to stand in.
+            Exception: `error` itself, where nothing is left to stand in, or the call itself is at fault.
         """
+        if isinstance(error, PackingError):
+            raise error
         key, device = spec.key(call), present(call).device
         instead: Candidate | None = spec.default(key, devices.chip(device))
         tried = (*before, failed.candidate)

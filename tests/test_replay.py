@@ -201,6 +201,25 @@ def test_a_gradient_of_another_form_fits_no_list(interpreted: Interpreted) -> No
     assert same(list(of_sum), list(torch.autograd.grad(o, given, torch.ones_like(o))))
 
 
+def test_what_is_handed_back_may_begin_anywhere(interpreted: Interpreted) -> None:
+    """As an offloading buffer does it: all that is saved comes back as a view of one storage, in another layout."""
+    given = leaves(1, turned=True)
+    wanted = step(given)
+    for _ in range(3):
+        buffer, used = torch.empty(1 << 18), 64
+
+        def pack(x: torch.Tensor, buffer: torch.Tensor = buffer) -> torch.Tensor:
+            nonlocal used
+            place = buffer[used : used + x.numel()].view(x.shape)
+            used += -(-x.numel() // 16) * 16
+            return place.copy_(x)
+
+        interpreted.bound = 0
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            assert same(step(given), wanted)
+    assert interpreted.bound == 0  # from lists, at last
+
+
 def test_profilers_hooks_see_every_launch(interpreted: Interpreted) -> None:
     from triton import knobs
 

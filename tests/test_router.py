@@ -555,6 +555,31 @@ def test_a_failing_choice_falls_back_to_the_default(
     assert broken.launches == 1
 
 
+@pytest.mark.parametrize(
+    ("starts", "said"),
+    [([0, 30], "an end of at most T=20, got 30"), ([0, 12, 5], "starts from 0 that never fall")],
+    ids=["too long", "falling"],
+)
+def test_a_mistake_of_the_caller_is_no_failure_of_the_choice(
+    config: Config, device: torch.device, caplog: pytest.LogCaptureFixture, starts: list[int], said: str
+) -> None:
+    """What only a running candidate looks at: the next call follows the decision, which stays as it was stored."""
+    given = arguments(device)
+    right = {"cu_seqlens": torch.tensor([0, 7, 20][-len(starts) :], dtype=torch.int32, device=device)}
+    right["cu_seqlens"][0] = 0
+    wrong = {"cu_seqlens": torch.tensor(starts, dtype=torch.int32, device=device)}
+    with entered(tuning(config)) as made:
+        assert_right(dv_local(given, **right), given, **right)
+        (before,) = made.store.decisions()
+    with entered(Router(config, on_miss="error")) as made:
+        with pytest.raises(ValueError, match=said):
+            dv_local(given, **wrong)
+        assert_right(dv_local(given, **right), given, **right)
+        assert set(ran(made)) == {before.candidate} == {SECOND}
+        assert list(made.store.decisions()) == [before]
+    assert "failed" not in caplog.text
+
+
 def test_a_candidate_that_fails_in_tuning_is_recorded_and_the_call_is_right(
     config: Config, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -416,10 +416,12 @@ class Text:
 
     def tensor(self, view: View) -> str:
         """A tensor: the owner of its memory, or a view of that."""
-        owner = view.memory.whole if view.memory.given else view.memory.owner
-        if view == owner:
-            return view.memory.name
-        return f"{view.memory.name}.as_strided({view.shape}, {view.stride}, {view.offset})"
+        name = view.memory.name
+        if view == (view.memory.whole if view.memory.given else view.memory.owner):
+            return name
+        # An offset counts from the storage's start, where what is given need not begin.
+        offset = f"{name}.storage_offset() + {view.offset}" if view.memory.given else view.offset
+        return f"{name}.as_strided({view.shape}, {view.stride}, {offset})"
 
     def allocated(self, memory: Memory, address: bool) -> list[str]:
         """The allocation of a tensor, and its address where a launch wants that."""
