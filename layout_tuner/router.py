@@ -336,7 +336,10 @@ class Router:
         chunk_indices: torch.Tensor | None,
     ) -> Outputs:
         """Run a call that differs from the last one of its op, or has numbers that are no floats."""
-        known = self.prepared.by_shape.get((spec, getattr(tensors[0], "shape", None)))
+        try:
+            known = self.prepared.by_shape.get((spec, getattr(tensors[0], "shape", None)))
+        except TypeError:  # a shape that cannot be hashed, which the check will name
+            known = None
         if known is not None:
             results = known.run(tensors, options, scalars, cu_seqlens, chunk_indices)
             if results is not None:

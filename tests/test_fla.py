@@ -11,9 +11,11 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from timers import set_times
@@ -458,6 +460,13 @@ def test_a_call_that_no_kernel_serves_is_left_with_its_reason(
     assert reason in counted
     assert sum(reason in record.getMessage() for record in caplog.records) == 1, "logged once"
     assert not fla.served()
+
+
+def test_any_real_number_is_a_scale(entry: router.Router, device: torch.device) -> None:
+    named = kernel_call("chunk_fwd_o", device)[2]
+    for scale in (1, 0.25, numpy.float32(0.25), Fraction(1, 4), None):
+        accepted, reason = fla.takeover("chunk_fwd_o").verify(**named | {"scale": scale})
+        assert accepted, (scale, reason)
 
 
 def test_two_gates_at_once_are_left_to_the_library(entry: router.Router, device: torch.device) -> None:

@@ -603,6 +603,15 @@ def test_when_every_candidate_fails_the_error_reaches_the_caller(
         dv_local(arguments(device))
 
 
+def test_what_is_no_tensor_is_named_after_a_call_too(config: Config, device: torch.device) -> None:
+    """The second call is compared with the first by its shape, which may be anything here."""
+    given = arguments(device)
+    with entered(Router(config, on_miss="default")):
+        dv_local(given)
+        with pytest.raises(TypeError, match="q: wanted a tensor, got SimpleNamespace"):
+            dv_local(given | {"q": SimpleNamespace(shape=[1, 20, 1, 16])})  # type: ignore[dict-item]
+
+
 TOO_MUCH = "out of resource: shared memory, Required: 245760, Hardware limit: 232448."
 
 

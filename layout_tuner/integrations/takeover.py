@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import inspect
 import logging
+import numbers
 import os
 import threading
 import weakref
@@ -228,7 +229,7 @@ class Takeover:
             for name, value in named.items()
             if isinstance(value, torch.Tensor) and type(value) not in TENSORS
         ]
-        if not isinstance(named.get("scale"), (int, float, type(None))):
+        if not isinstance(named.get("scale"), (numbers.Real, type(None))):
             reasons.append(f"scale: wanted a number, got a {type(named['scale']).__name__}")
         if named.get("cp_context") is not None:
             reasons.append("cp_context: context parallelism is not served")
