@@ -25,6 +25,7 @@ from layout_tuner.ascend.toolchain import Toolchain
 
 _WORKER: Final = Path(__file__).with_name("worker.py")
 _FRONT_END_TIMEOUT_S: Final = 60.0
+_EXIT_S: Final = 5.0
 _STDERR_CHARACTERS: Final = 4000
 
 # What triton-ascend passes, plus what makes the compiler explain itself. Single-threaded because the compiler's
@@ -142,9 +143,13 @@ class Answer:
             return ""
         if self.timed_out:
             return f"the {self.stage} did not end in time and was stopped"
-        if self.exit_status < 0 or "Stack dump:" in self.stderr:
-            return f"the {self.stage} crashed (exit status {self.exit_status})"
         lines = [line.strip() for line in self.stderr.splitlines() if line.strip()]
+        if self.exit_status < 0 or "Stack dump:" in self.stderr:
+            crash = f"the {self.stage} crashed (exit status {self.exit_status})"
+            return f"{crash}: {lines[-1]}" if self.stage == "worker" and lines else crash
+        if self.stage == "worker" and lines:
+            # Python's own words: the reason stands last, whatever the lines before it quote.
+            return lines[-1]
         told = [line for line in lines if "error:" in line] or [line for line in lines if "[NOTE]" not in line]
         return told[-1] if told else f"the {self.stage} ended with status {self.exit_status}"
 
@@ -327,15 +332,23 @@ class _Worker:
             fields = json.loads(line)
             known = {field.name for field in dataclasses.fields(Answer)}
             return Answer(**{name: value for name, value in fields.items() if name in known})
-        status, errors = self.close()
+        # Its output ended: it is about to exit by itself, with a status and words that say why.
+        status, errors = self.close(grace_s=_EXIT_S if line == b"" else 0.0)
         return Answer(stage="worker", exit_status=status or 1, stderr=errors, timed_out=line is None)
 
-    def close(self) -> tuple[int, str]:
-        """End the process and whatever it started: `(exit status, what it said)`."""
+    def close(self, grace_s: float = 0.0) -> tuple[int, str]:
+        """End the process and whatever it started: `(exit status, what it said)`.
+
+        Args:
+            grace_s: How long it may take to end by itself first.
+        """
         process, errors = self._process, self._errors
         self._process, self._errors, self._pending = None, None, b""
         if process is None or errors is None:
             return 0, ""
+        if grace_s > 0:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(grace_s)
         # The worker ends its compiler on SIGTERM; the rest of its group goes with SIGKILL.
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 import types
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -243,7 +244,10 @@ def compile_linalg(linalg: str, request: Fields, folder: Path) -> Fields:
 
 
 def compile_cached(linalg: str, request: Fields) -> Fields:
-    """`compile_linalg` behind a cache on disk, keyed by everything that decides the outcome."""
+    """`compile_linalg` behind a cache on disk, keyed by everything that decides the outcome.
+
+    The cache only saves time: an entry that cannot be read is made anew, one that cannot be written is not kept.
+    """
     key = hashlib.sha256(
         json.dumps(
             [linalg, request["target"], request["compiler_options"], request["compiler_version"], request["revision"]]
@@ -251,21 +255,34 @@ def compile_cached(linalg: str, request: Fields) -> Fields:
     ).hexdigest()
     entry = request["cache"] and Path(request["cache"]) / key[:2] / f"{key}.json.gz"
     if entry:
-        try:
-            with gzip.open(entry, "rt") as file:
-                kept: Fields = json.load(file)
-                return {**kept, "key": key, "cached": True}
-        except (FileNotFoundError, EOFError, gzip.BadGzipFile, json.JSONDecodeError):
-            pass
+        # None there, no folder, no permission; cut short or damaged, which shows anywhere from gzip to JSON.
+        with contextlib.suppress(OSError, EOFError, zlib.error, ValueError, TypeError):
+            kept: Fields = json.loads(gzip.decompress(entry.read_bytes()))
+            return {**kept, "key": key, "cached": True}
     with tempfile.TemporaryDirectory(prefix="layout-tuner-") as folder:
         answer = compile_linalg(linalg, request, Path(folder))
     # A verdict is a fact about the input; a crash or a timeout is one about that run and is not kept.
     if entry and not answer["timed_out"] and answer["exit_status"] >= 0 and answer["exit_status"] not in CRASHES:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=entry.parent, delete=False) as fresh:
-            fresh.write(gzip.compress(json.dumps(answer).encode(), compresslevel=3))
-        os.replace(fresh.name, entry)
+        with contextlib.suppress(OSError):
+            keep(entry, gzip.compress(json.dumps(answer).encode(), compresslevel=3))
     return {**answer, "key": key, "cached": False}
+
+
+def keep(entry: Path, content: bytes) -> None:
+    """Write a file that is there whole or not at all.
+
+    Raises:
+        OSError: It cannot be written; nothing of it stays.
+    """
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=entry.parent, delete=False) as fresh:
+        try:
+            fresh.write(content)
+            fresh.flush()
+            os.replace(fresh.name, entry)
+        except OSError:
+            os.unlink(fresh.name)
+            raise
 
 
 def describe(error: BaseException) -> tuple[str, str]:
@@ -299,7 +316,11 @@ def serve(request: Fields) -> Fields:
             answer["exit_status"] = 0
         else:
             answer["stage"] = "compiler"
-            answer.update(compile_cached(answer["linalg"], request))
+            try:
+                answer.update(compile_cached(answer["linalg"], request))
+            except Exception as error:
+                # The compiler did not start, no room for its files: about this machine, not about the kernel.
+                answer.update(stage="worker", stderr=f"{type(error).__name__}: {error}")
     answer["seconds"] = time.perf_counter() - start
     return answer
 

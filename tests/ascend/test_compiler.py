@@ -151,6 +151,59 @@ def test_answers_are_kept(compiler: Compiler, sample: ModuleType, tmp_path: Path
     assert lower(tmp_path).cached is False
 
 
+def test_a_damaged_answer_is_made_anew(compiler: Compiler, sample: ModuleType, tmp_path: Path) -> None:
+    request = scale_rows(sample, stride=1).request()
+    with Compiler(compiler.toolchain, compiler.target, cache=tmp_path, processes=1) as fresh:
+        key = fresh.lower(request).key
+        (entry,) = tmp_path.rglob("*.gz")
+        sound = entry.read_bytes()
+        # In the header, in the deflated text, in the checksum behind it.
+        for place in (0, len(sound) // 2, len(sound) - 8):
+            entry.write_bytes(sound[:place] + b"\xff" * 10 + sound[place + 10 :])
+            damaged = fresh.lower(request)
+            assert (damaged.error, damaged.cached, damaged.key) == ("", False, key)
+            assert damaged.hivm
+            # And overwritten.
+            assert fresh.lower(request).cached
+
+
+def test_a_cache_that_is_no_folder_fails_nothing(compiler: Compiler, sample: ModuleType, tmp_path: Path) -> None:
+    taken = tmp_path / "file"
+    taken.touch()
+    with Compiler(compiler.toolchain, compiler.target, cache=taken / "ascend", processes=1) as fresh:
+        answer = fresh.lower(scale_rows(sample, stride=1).request())
+    assert (answer.error, answer.cached) == ("", False)
+    assert answer.hivm
+
+
+def test_an_answer_that_cannot_be_written_leaves_nothing(
+    compiler: Compiler, sample: ModuleType, tmp_path: Path
+) -> None:
+    request = scale_rows(sample, stride=1).request()
+    with Compiler(compiler.toolchain, compiler.target, cache=tmp_path, processes=1) as fresh:
+        key = fresh.lower(request).key
+        (entry,) = tmp_path.rglob("*.gz")
+        entry.unlink()
+        entry.mkdir()
+        answer = fresh.lower(request)
+    assert (answer.error, answer.cached, answer.key) == ("", False, key)
+    assert [each.name for each in entry.parent.iterdir()] == [entry.name]
+
+
+def test_a_compiler_that_does_not_start_is_the_workers_error(
+    toolchain: Toolchain, sample: ModuleType, tmp_path: Path
+) -> None:
+    broken = dataclasses.replace(toolchain, folder=tmp_path)
+    with Compiler(broken, target_named("Ascend910B3"), processes=1) as compiler:
+        answers = [compiler.lower(scale_rows(sample, stride=stride).request()) for stride in (1, 8)]
+        # The worker lives on.
+        assert compiler.lower(scale_rows(sample, stride=1).request(stage="linalg")).ok
+    for answer in answers:
+        assert (answer.ok, answer.stage, answer.exit_status) == (False, "worker", 1)
+        assert "FileNotFoundError" in answer.error
+        assert str(tmp_path / "bishengir-compile") in answer.error
+
+
 @pytest.mark.parametrize("name", ["Ascend910B1", "Ascend910_9391", "Ascend950PR_9589"])
 def test_targets_have_the_compilers_numbers(
     name: str, compiler_for: Callable[[str], Compiler], sample: ModuleType

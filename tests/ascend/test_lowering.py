@@ -109,6 +109,14 @@ for line in sys.stdin:
     if what == "die":
         sys.stderr.write("something broke\\n")
         os._exit(3)
+    if what == "raise":
+        # Python closes its output before it ends.
+        sys.stdout.close()
+        time.sleep(0.5)
+        sys.stderr.write("error: quoted\\nzlib.error: broken\\n")
+        os._exit(1)
+    if what == "kill":
+        os.kill(os.getpid(), 9)
     if what == "hang":
         time.sleep(600)
     print(json.dumps({"stage": "compiler", "exit_status": 0, "stderr": what, "hivm": str(os.getpid())}), flush=True)
@@ -150,6 +158,15 @@ def test_a_dead_worker_is_an_answer_and_is_replaced(pool: Compiler) -> None:
     assert [answer.ok for answer in answers] == [True, False, True, True]
     assert (answers[1].stage, answers[1].exit_status) == ("worker", 3)
     assert answers[1].error == "something broke"
+
+
+def test_a_worker_that_ends_by_itself_says_why(pool: Compiler) -> None:
+    with pool:
+        raised, killed = pool.lower_all([request("raise"), request("kill")])
+    assert (raised.stage, raised.exit_status, raised.error) == ("worker", 1, "zlib.error: broken")
+    assert (killed.stage, killed.exit_status) == ("worker", -9)
+    crashed = Answer(stage="worker", exit_status=-6, stderr="first\nterminate called\n")
+    assert crashed.error == "the worker crashed (exit status -6): terminate called"
 
 
 def test_a_hung_worker_is_ended(pool: Compiler) -> None:
