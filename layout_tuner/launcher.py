@@ -6,6 +6,7 @@ of some kind goes through Triton, which compiles; the next ones launch what it c
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -40,7 +41,18 @@ Handler = Callable[[LaunchRecord], None]
 
 _intercepting = threading.local()
 _interceptors = 0  # of all threads: one global is all that a launch asks while nobody intercepts
-_interceptors_lock = threading.Lock()
+_interceptors_lock = threading.RLock()
+
+
+def _after_fork() -> None:
+    """Give a child a lock of its own, and count only the thread that forked: the others are not there any more."""
+    global _interceptors, _interceptors_lock
+    _interceptors_lock = threading.RLock()
+    _interceptors = getattr(_intercepting, "depth", 0)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @contextmanager
@@ -48,7 +60,8 @@ def intercepting(handler: Handler) -> Iterator[None]:
     """Hand this thread's launches to `handler`, at once and in order, instead of running them."""
     global _interceptors
     previous = getattr(_intercepting, "handler", None)
-    _intercepting.handler = handler
+    depth = getattr(_intercepting, "depth", 0)
+    _intercepting.handler, _intercepting.depth = handler, depth + 1
     with _interceptors_lock:
         _interceptors += 1
     try:
@@ -56,7 +69,7 @@ def intercepting(handler: Handler) -> Iterator[None]:
     finally:
         with _interceptors_lock:
             _interceptors -= 1
-        _intercepting.handler = previous
+        _intercepting.handler, _intercepting.depth = previous, depth
 
 
 def intercepted() -> bool:

@@ -6,15 +6,39 @@ packed once and used by every layer and by the backward, hence the memo by tenso
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
+from typing import NamedTuple
 
 import torch
 
 from .errors import PackingError
 
-_lock = threading.Lock()
-_memo: dict[tuple[int, int, int], tuple[weakref.ref[torch.Tensor], torch.Tensor, torch.Tensor, int]] = {}
+
+class _Chunks(NamedTuple):
+    """The lists of a packed batch, and the tensor and its version that they were made for."""
+
+    of: weakref.ref[torch.Tensor]
+    version: int
+    indices: torch.Tensor
+    offsets: torch.Tensor
+    last: int
+
+
+_lock = threading.RLock()
+# By the tensor's identity and chunk size; a buffer that is written to again and again has the newest lists alone.
+_memo: dict[tuple[int, int], _Chunks] = {}
+
+
+def _after_fork() -> None:
+    """Give a child a lock of its own: a thread that is not there any more may have held the parent's."""
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def prepare_chunk_indices(
@@ -62,8 +86,7 @@ def chunks_of(
     if chunk_indices is None:
         return prepare_chunk_indices(cu_seqlens, chunk_size, cu_seqlens_cpu, tokens)
     on_host = cu_seqlens.device.type == "cpu" or cu_seqlens_cpu is not None
-    known = _memo.get(_slot(cu_seqlens, chunk_size))
-    if on_host or (known is not None and known[0]() is cu_seqlens):
+    if on_host or _known(cu_seqlens, chunk_size) is not None:
         wanted = prepare_chunk_indices(cu_seqlens, chunk_size, cu_seqlens_cpu, tokens)
         right = chunk_indices is wanted or chunk_indices.shape == wanted.shape
         if right and chunk_indices is not wanted and chunk_indices.device.type == "cpu":
@@ -93,9 +116,30 @@ def prepare_chunk_offsets(
     return _prepared(cu_seqlens, chunk_size, cu_seqlens_cpu)[1]
 
 
-def _slot(cu_seqlens: torch.Tensor, chunk_size: int) -> tuple[int, int, int]:
-    """Where the lists of a tensor are remembered: until torch writes to it."""
-    return id(cu_seqlens), 0 if cu_seqlens.is_inference() else cu_seqlens._version, chunk_size
+def _version(cu_seqlens: torch.Tensor) -> int:
+    """Changes whenever torch writes to a tensor."""
+    return 0 if cu_seqlens.is_inference() else cu_seqlens._version
+
+
+def _known(cu_seqlens: torch.Tensor, chunk_size: int) -> _Chunks | None:
+    """What is remembered of a tensor as it is now."""
+    found = _memo.get((id(cu_seqlens), chunk_size))
+    if found is None or found.of() is not cu_seqlens or found.version != _version(cu_seqlens):
+        return None
+    return found
+
+
+def _remember(
+    cu_seqlens: torch.Tensor, version: int, chunk_size: int, indices: torch.Tensor, offsets: torch.Tensor, last: int
+) -> None:
+    """Keep lists in place of those of an older version, until the tensor goes."""
+    slot = id(cu_seqlens), chunk_size
+    with _lock:
+        found = _memo.get(slot)
+        if found is not None and found.of() is cu_seqlens and found.version > version:
+            return  # another thread was here after the next write
+        of = weakref.ref(cu_seqlens, lambda _: _memo.pop(slot, None))
+        _memo[slot] = _Chunks(of, version, indices, offsets, last)
 
 
 def _prepared(
@@ -112,10 +156,10 @@ def _prepared(
         faults.append(f"chunk_size: wanted a number of at least 1, got {chunk_size!r}")
     if faults:
         raise TypeError("; ".join(faults))
-    slot = _slot(cu_seqlens, chunk_size)
-    known = _memo.get(slot)
-    if known is not None and known[0]() is cu_seqlens:
-        return known[1], known[2], known[3]
+    known = _known(cu_seqlens, chunk_size)
+    if known is not None:
+        return known.indices, known.offsets, known.last
+    version = _version(cu_seqlens)  # before the values: a write in between makes these lists the older ones
     starts = cu_seqlens_cpu if cu_seqlens_cpu is not None else cu_seqlens.cpu()
     if starts.shape != cu_seqlens.shape:
         raise PackingError(f"cu_seqlens_cpu: wanted {list(cu_seqlens.shape)} as cu_seqlens, got {list(starts.shape)}")
@@ -131,11 +175,8 @@ def _prepared(
     device = cu_seqlens.device
     indices = torch.stack([sequence, within], dim=1).to(cu_seqlens.dtype).to(device)
     device_offsets = offsets.to(device)
-    with _lock:
-        if cu_seqlens.is_inference():  # written to without a trace: not remembered
-            return indices, device_offsets, last
-        forget = weakref.ref(cu_seqlens, lambda _: _memo.pop(slot, None))
-        _memo[slot] = (forget, indices, device_offsets, last)
+    if not cu_seqlens.is_inference():  # those are written to without a trace
+        _remember(cu_seqlens, version, chunk_size, indices, device_offsets, last)
     return indices, device_offsets, last
 
 
@@ -143,7 +184,5 @@ def stand_in(cu_seqlens: torch.Tensor, chunk_size: int) -> torch.Tensor:
     """Chunks of sequence starts that have no values, while a compiler traces: no result depends on their number."""
     indices = cu_seqlens.new_empty((1, 2))
     offsets = cu_seqlens.new_empty(cu_seqlens.shape, dtype=torch.int64)
-    slot = _slot(cu_seqlens, chunk_size)
-    with _lock:
-        _memo[slot] = (weakref.ref(cu_seqlens, lambda _: _memo.pop(slot, None)), indices, offsets, 0)
+    _remember(cu_seqlens, _version(cu_seqlens), chunk_size, indices, offsets, 0)
     return indices

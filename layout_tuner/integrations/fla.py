@@ -15,6 +15,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import logging
+import os
 import re
 import sys
 import threading
@@ -55,6 +56,16 @@ HOMES: dict[str, tuple[str, str | None]] = {
 }
 
 _lock = threading.RLock()
+
+
+def _after_fork() -> None:
+    """Give a child a lock of its own: a thread that is not there any more may have held the parent's."""
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @functools.cache

@@ -1,0 +1,131 @@
+"""The chunk lists of packed batches: what is remembered of them, and locks in a child process."""
+
+import gc
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from layout_tuner import ops, packing
+
+# Another thread holds a lock, and intercepts launches, while this one forks.
+FORK = """
+import os, signal, threading
+import torch
+from layout_tuner import launcher, ops, packing
+from layout_tuner.integrations import fla
+
+locks = {"packing": packing._lock, "launcher": launcher._interceptors_lock, "fla": fla._lock}
+held, done = threading.Event(), threading.Event()
+
+def hold():
+    with launcher.intercepting(lambda record: None), locks[%r]:
+        held.set()
+        done.wait()
+
+other = threading.Thread(target=hold)
+other.start()
+held.wait()
+pid = os.fork()
+if pid == 0:
+    signal.alarm(20)  # ends a child that waits for ever
+    try:
+        assert not launcher.intercepted()
+        with launcher.recording():
+            assert launcher.intercepted()
+        assert not launcher.intercepted()
+        assert ops.prepare_chunk_indices(torch.tensor([0, 5]), 4).tolist() == [[0, 0], [0, 1]]
+        with fla._lock:
+            pass
+    except BaseException:
+        import traceback
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+status = os.waitpid(pid, 0)[1]
+assert launcher.intercepted()
+done.set()
+other.join()
+assert status == 0, status
+assert not launcher.intercepted()
+"""
+
+OWN = """
+import os
+from layout_tuner import launcher
+
+with launcher.recording(), launcher.recording():
+    pid = os.fork()
+    assert launcher._interceptors == 2
+assert launcher._interceptors == 0
+if pid == 0:
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+"""
+
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+
+
+def python(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+@forks
+@pytest.mark.parametrize("lock", ["packing", "launcher", "fla"])
+def test_a_child_waits_for_no_thread_of_its_parent(lock: str) -> None:
+    python(FORK % lock)
+
+
+@forks
+def test_a_child_still_intercepts_what_the_thread_that_forked_did() -> None:
+    python(OWN)
+
+
+def entries(tensor: torch.Tensor) -> int:
+    return sum(found.of() is tensor for found in packing._memo.values())
+
+
+def test_a_reused_buffer_is_remembered_once_for_a_chunk_size() -> None:
+    before = len(packing._memo)
+    starts = torch.tensor([0, 0, 64])
+    for middle in range(65):
+        starts.copy_(torch.tensor([0, middle, 64]))
+        for chunk_size in (8, 16):
+            chunks = ops.prepare_chunk_indices(starts, chunk_size)
+            assert chunks is ops.prepare_chunk_indices(starts, chunk_size)
+            assert (chunks[:, 0] == 0).sum() == -(-middle // chunk_size)
+            assert packing.prepare_chunk_offsets(starts, chunk_size)[1] == -(-middle // chunk_size)
+    assert entries(starts) == 2
+    assert len(packing._memo) <= before + 2
+    slots = {(id(starts), 8), (id(starts), 16)}
+    del starts
+    gc.collect()
+    assert not slots & set(packing._memo)
+
+
+def test_lists_of_an_older_version_never_replace_newer_ones() -> None:
+    starts = torch.tensor([0, 8])
+    older = starts._version
+    late = ops.prepare_chunk_indices(starts, 8)
+    starts.copy_(torch.tensor([0, 16]))
+    newest = ops.prepare_chunk_indices(starts, 8)
+    packing._remember(starts, older, 8, late, late, 8)
+    assert ops.prepare_chunk_indices(starts, 8) is newest
+    assert newest.tolist() == [[0, 0], [0, 1]]
+
+
+def test_threads_read_the_lists_of_the_newest_version() -> None:
+    starts = torch.tensor([0, 8])
+
+    def chunks(_: int) -> int:
+        return len(ops.prepare_chunk_indices(starts, 8))
+
+    with ThreadPoolExecutor(8) as pool:
+        for count in range(1, 40):
+            starts.copy_(torch.tensor([0, 8 * count]))
+            assert set(pool.map(chunks, range(16))) == {count}
+    assert entries(starts) == 1
