@@ -48,13 +48,20 @@ class Drawing:
         digest = hashlib.sha256(f"{key} {seed}".encode()).digest()
         number = int.from_bytes(digest[:7], "big")
         self.device = device
-        self.generator = torch.Generator(device).manual_seed(number)
+        # There is no generator for `meta`, where nothing is drawn.
+        self.generator = torch.Generator("cpu" if device.type == "meta" else device).manual_seed(number)
         self.BT = form.integer("BT", 64)
         self.T = key.T
         if key.varlen and cu_seqlens is None:
             cu_seqlens = sequence_starts(key.T, torch.Generator().manual_seed(number))
         self.cu_seqlens = cu_seqlens
         self.chunks = chunk_starts(self.cu_seqlens, key.T, self.BT)
+
+    def starts(self) -> torch.Tensor | None:
+        """Sequence starts where the operands are; beside operands without values on the CPU: hosts read them."""
+        if self.cu_seqlens is None or self.device.type == "meta":
+            return self.cu_seqlens
+        return self.cu_seqlens.to(self.device)
 
     def normal(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Standard normal values."""
@@ -136,7 +143,7 @@ def synthesize(
     Args:
         spec: The op.
         key: The key; optional operands, dtypes and arrivals as its form says.
-        device: Where the tensors go.
+        device: Where the tensors go; on `meta` they have no values and take no memory.
         seed: Another seed gives other values and other sequence lengths.
         cu_seqlens: Sequence starts of a packed key, on the CPU; None draws them.
     """
@@ -157,7 +164,7 @@ def synthesize(
         tensors=tuple(tensors),
         options=tuple(option_value(option.default, form, option.label) for option in spec.options),
         scalars=(None,) * len(spec.scalars),
-        cu_seqlens=drawing.cu_seqlens.to(device) if drawing.cu_seqlens is not None else None,
+        cu_seqlens=drawing.starts(),
     )
 
 

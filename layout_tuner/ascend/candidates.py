@@ -168,9 +168,10 @@ def launches(case: Case, target: Target, call: Call | None = None) -> tuple[list
     Args:
         case: The candidate.
         target: For which chip.
-        call: Arguments; None makes them from the key.
+        call: Arguments; None makes them from the key, without values: shapes and dtypes decide what is launched, and
+            a key may be larger than this machine's memory.
     """
-    arguments = synthesize(case.spec, case.key, "cpu") if call is None else call
+    arguments = synthesize(case.spec, case.key, "meta") if call is None else call
     prepared = Prepared(case.spec, Problem(key=case.key, chip=chip_of(target)), case.candidate, arguments)
     with launcher.recording() as records:
         results = prepared(arguments.tensors, arguments.scalars, arguments.cu_seqlens, arguments.chunk_indices)
@@ -207,11 +208,11 @@ def compile_candidates(
             target=compiler.target.name,
             compiler=compiler.version,
         )
-        if call is None or call[:2] != (case.spec.name, case.key):
-            call = case.spec.name, case.key, synthesize(case.spec, case.key, "cpu")
         try:
+            if call is None or call[:2] != (case.spec.name, case.key):
+                call = case.spec.name, case.key, synthesize(case.spec, case.key, "meta")
             made, relayout_bytes = launches(case, compiler.target, call[2])
-        except (LayoutTunerError, ValueError, TypeError) as error:
+        except (LayoutTunerError, ValueError, TypeError, RuntimeError, MemoryError) as error:
             made, relayout_bytes = [], 0
             report = dataclasses.replace(report, error=f"{type(error).__name__}: {error}")
         found.append(made)

@@ -12,6 +12,8 @@ from layout_tuner.kernels import tiling
 from layout_tuner.ascend import candidates
 from layout_tuner.ascend.targets import TARGETS
 from layout_tuner.ascend.toolchain import Toolchain
+from layout_tuner.keys import Key
+from layout_tuner.registry import Call, OpSpec
 
 pytestmark = pytest.mark.ascend
 
@@ -110,6 +112,36 @@ def test_what_does_not_compile_is_a_row_and_the_rest_goes_on(tuner: Tuner, one_t
         assert "overflow, requires" in line
         assert "dv_local.py:" in line
     assert "predicted: sub/" in result.out
+
+
+def test_a_key_larger_than_any_memory_is_compiled(tuner: Tuner) -> None:
+    shape = "B=4096,T=65536,H=32,HV=64,K=256,V=256,dtype=bf16"
+    result = tuner("explain", "--op", OP, "--shape", shape, "--target", "Ascend910B3")
+    assert result.status == 0, result.err
+    assert "predicted: " in result.out
+
+
+def test_operands_that_cannot_be_made_are_a_row_and_the_rest_goes_on(
+    tuner: Tuner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synthesize = candidates.synthesize
+
+    def faulty(spec: OpSpec, key: Key, device: str) -> Call:
+        if "reverse=1" in key.form:
+            raise RuntimeError("not enough memory")
+        return synthesize(spec, key, device)
+
+    monkeypatch.setattr(candidates, "synthesize", faulty)
+    what = ("--op", "chunk_local_cumsum", "--shape", SHAPE, "--target", "Ascend910B3")
+    result = tuner("explain", *what, "--json")
+    assert result.status == 1
+    sound, failed = json.loads(result.out)["keys"]
+    assert len(sound["candidates"]) == len(failed["candidates"]) == 4
+    assert {each["error"] for each in failed["candidates"]} == {"RuntimeError: not enough memory"}
+    assert all(each["ok"] for each in sound["candidates"])
+    assert sound["prediction"]
+    assert not failed["prediction"]
+    assert tuner("explain", *what).out.count("RuntimeError: not enough memory") == 4
 
 
 def test_a_compiler_that_takes_too_long_is_a_row(
