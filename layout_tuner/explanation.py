@@ -170,6 +170,8 @@ def explain_key(router: Router, spec: OpSpec, key: Key, device: torch.device) ->
 
 def gain_text(record: DecisionRecord) -> str:
     """By how much a decision's winner wins, or why nobody knows."""
+    if record.source == "predicted":
+        return predicted_text(record)
     own = next((each for each in record.measurements if each.candidate == record.candidate), None)
     if own is not None and own.reason and own.end_to_end_us is None:
         return f"{record.candidate}, {own.reason}"
@@ -179,6 +181,24 @@ def gain_text(record: DecisionRecord) -> str:
     if record.gain_low is not None and record.gain_high is not None:
         bounds = f" [{100 * record.gain_low:.1f}, {100 * record.gain_high:.1f}]"
     return f"{record.candidate} saves {100 * record.gain:.1f} %{bounds} of {record.default_candidate}"
+
+
+def predicted_text(record: DecisionRecord) -> str:
+    """What a prediction rests on, and what it does not."""
+    units = {
+        each.candidate: number
+        for each in record.measurements
+        if isinstance(number := each.counts.get("work units"), int | float)
+    }
+    own, default = units.get(record.candidate), units.get(record.default_candidate)
+    is_default = record.candidate == record.default_candidate
+    text = f"{record.candidate}, {'the default, ' if is_default else ''}by the compiler's counts"
+    if own is not None:
+        text += f": {own:,.0f} work units"
+        if not is_default:
+            against = f"against {default:,.0f} of" if default is not None else "and no count of"
+            text += f" {against} {record.default_candidate}, the default"
+    return f"{text}; no time was measured, and any measurement (`tuner warmup` on the device) replaces it"
 
 
 def fields_of(key: Key) -> dict[str, str]:

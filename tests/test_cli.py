@@ -1,5 +1,6 @@
 """The `tuner` command: what it prints, how it exits, and what is left when it is stopped."""
 
+import contextlib
 import functools
 import json
 import signal
@@ -10,13 +11,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from command import TUNER, Result, finish, rows, run_here, shape, shapes_file, start, wait_for_rows
-from dv_local import CANDIDATES, FORM, SPEC
+from dv_local import CANDIDATES, FORM, SPEC, key
 from layout_tuner.cache.faults import Fault, StoreError
+from layout_tuner.cache.records import DecisionRecord, EnvironmentRecord, MeasurementRecord
+from layout_tuner.cache.store import open_store
 from timers import set_times
 
 import layout_tuner
 from layout_tuner import warming
+from layout_tuner.decisions import key_record
+from layout_tuner.environment import environment
 from layout_tuner.errors import REFUSAL, ConfigError, TuningError, UnsupportedProblemError
 from layout_tuner.router import Router
 
@@ -162,6 +168,26 @@ def test_explain_says_what_is_stored_and_stores_nothing(tuner: Tuner, tmp_path: 
     assert cache.read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ("B=²", "B: Input should be a valid integer, got '²'"),
+        ("T=" + "1" * 5000, "T=111111111...: a number of 5000 digits"),
+        ("T=-" + "1" * 5000 + ",K", "T=-11111111...: a number of 5000 digits; 'K' is not name=value"),
+        ("T=-5", "T: Input should be greater than or equal to 1, got -5"),
+        ("T=" + "1" * 30, "T: Input should be less than or equal to 2147483647, got 111"),
+    ],
+    ids=["superscript", "5000 digits", "two faults", "negative", "30 digits"],
+)
+def test_a_number_that_cannot_be_used_is_bad_input(part: str, said: str, tuner: Tuner) -> None:
+    rest = [each for each in SHAPE.split(",") if each[:2] != part[:2]]
+    done = tuner("explain", "--op", SPEC.name, "--shape", ",".join([part, *rest]), "--device", "cpu")
+    assert (done.status, done.out) == (2, "")
+    assert said in done.err
+    assert "Traceback" not in done.err
+    assert len(done.err) < 500
+
+
 def test_explain_complains_of_what_it_cannot_use(tuner: Tuner, tmp_path: Path, cache: Path) -> None:
     missing = tuner("explain", "--op", SPEC.name, "--shape", SHAPE, "--cache", cache)
     assert (missing.status, missing.out) == (2, "")
@@ -173,6 +199,57 @@ def test_explain_complains_of_what_it_cannot_use(tuner: Tuner, tmp_path: Path, c
     refused = tuner("explain", "--op", SPEC.name, "--shape", SHAPE.replace("K=16", "K=300"), "--device", "cpu")
     assert refused.status == 1
     assert "unsupported: chunk_bwd_dv_local: K=300" in refused.out
+
+
+def predicted(candidate: str, counts: dict[str, float | None], place: str) -> DecisionRecord:
+    """A prediction as `tuner warmup --target` stores it; None: that candidate does not compile."""
+    revisions = {each.id: each.revision for each in SPEC.candidates(key(T=16))}
+    measurements = [
+        MeasurementRecord(candidate=name, revision=revisions[name], state="ok", counts={"work units": number})
+        if number is not None
+        else MeasurementRecord(
+            candidate=name, revision=revisions[name], state="failed", reason="UB overflow", failure="overflow"
+        )
+        for name, number in counts.items()
+    ]
+    return DecisionRecord(
+        key=key_record(key(T=16)),
+        environment=place,
+        candidate=candidate,
+        revision=revisions[candidate],
+        default_candidate=CANDIDATES[0],
+        source="predicted",
+        measurements=tuple(measurements),
+    )
+
+
+@pytest.mark.parametrize(
+    ("candidate", "default", "said"),
+    [
+        (WINNER, 123_456.0, f"{WINNER}, by the compiler's counts: 1,234 work units against 123,456 of {CANDIDATES[0]}"),
+        (WINNER, None, f"{WINNER}, by the compiler's counts: 1,234 work units and no count of {CANDIDATES[0]}"),
+        (CANDIDATES[0], 1_000.0, f"{CANDIDATES[0]}, the default, by the compiler's counts: 1,000 work units;"),
+    ],
+)
+def test_a_prediction_is_told_from_a_measurement(
+    candidate: str, default: float | None, said: str, tuner: Tuner, cache: Path
+) -> None:
+    place = environment(torch.device("cpu")).id
+    counts = {CANDIDATES[0]: default, WINNER: 1_234.0}
+    with contextlib.closing(open_store(cache)) as store:
+        store.publish(predicted(candidate, counts, place), EnvironmentRecord(id=place))
+    asked = ("--op", SPEC.name, "--form", FORM, "--cache", cache, "--device", "cpu", "--shape", SHAPE)
+    done = tuner("explain", *asked)
+    assert done.status == 0, done.err
+    assert said in done.out
+    assert "no time was measured, and any measurement (`tuner warmup` on the device) replaces it" in done.out
+    assert "beyond the noise" not in done.out
+    shown = tuner("show", "--cache", cache).out
+    lines = {name: next(line for line in shown.splitlines() if f" {name} " in line) for name in counts}
+    assert "work units" in shown
+    assert " 1,234 " in lines[WINNER]
+    assert (" - " if default is None else f" {default:,.0f} ") in lines[CANDIDATES[0]]
+    assert "WINNER (predicted)" in lines[candidate]
 
 
 # -- exit status 1 and 2 -----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from layout_tuner.cli.common import microseconds, percent, scientific
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from layout_tuner.cache.records import DecisionRecord, KeyRecord
+    from layout_tuner.cache.records import DecisionRecord, KeyRecord, MeasurementRecord
 
 
 def sizes_text(key: KeyRecord) -> str:
@@ -27,11 +27,15 @@ def decision_table(rows: Iterable[tuple[DecisionRecord, str]]) -> Table:
     """
     from rich.table import Table
 
+    rows = list(rows)
+    counted = any(found.counts for decision, _ in rows for found in decision.measurements)
     table = Table(show_lines=False, pad_edge=False)
     for heading in ("op", "key", "candidate"):
         table.add_column(heading, overflow="fold")
     for heading in ("end to end us", "kernel us", "transpose us", "error", "against default"):
         table.add_column(heading, justify="right")
+    if counted:
+        table.add_column("work units", justify="right")
     table.add_column("", overflow="fold")
     for decision, word in rows:
         key = decision.key
@@ -49,13 +53,21 @@ def decision_table(rows: Iterable[tuple[DecisionRecord, str]]) -> Table:
                 microseconds(found.relayout_us),
                 scientific(found.error),
                 "" if default else against_default(decision, found.end_to_end_us),
+                *([work_units(found)] if counted else []),
                 note,
             )
             first = False
         if not decision.measurements:
-            table.add_row(key.op, f"{sizes_text(key)}\n{key.form}", decision.candidate, "-", "-", "-", "-", "", word)
+            unknown = ["-", "-", "-", "-", "", *(["-"] if counted else [])]
+            table.add_row(key.op, f"{sizes_text(key)}\n{key.form}", decision.candidate, *unknown, word)
         table.add_section()
     return table
+
+
+def work_units(found: MeasurementRecord) -> str:
+    """What a prediction rests on: counts of the compiler, not times."""
+    number = found.counts.get("work units")
+    return f"{number:,.0f}" if isinstance(number, int | float) else "-"
 
 
 def against_default(decision: DecisionRecord, end_to_end_us: float | None) -> str:

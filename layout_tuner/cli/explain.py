@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 # Differences shown in the table.
 MOST_LINES = 24
+# Digits of a number in `--shape`: more than any size has, few enough to show; Python itself reads 4300.
+MOST_DIGITS = 40
 # How totals are shown: name, divisor, unit.
 ROWS: tuple[tuple[str, str, int], ...] = (
     ("read from arguments, KiB", "bytes_in", 1024),
@@ -176,18 +179,26 @@ def parse_fields(text: str) -> dict[str, Any]:
     """`name=value,...` as a row of a shapes file; numbers and true or false are read as such.
 
     Raises:
-        ConfigError: A part is no `name=value`.
+        ConfigError: Parts that are no `name=value`, names that stand twice, numbers no size can be; all in one message.
     """
     from layout_tuner.errors import ConfigError
 
     row: dict[str, Any] = {}
+    faults: list[str] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = (piece.strip() for piece in part.partition("="))
+        # Digits that are no ASCII, which `int` may refuse, stay text: the row's check says that they are no number.
+        number = re.fullmatch(r"-?[0-9]+", value) is not None
         if not equals or not name or not value:
-            raise ConfigError(f"--shape: {part!r} is not name=value")
-        if name in row:
-            raise ConfigError(f"--shape: {name} stands twice")
-        row[name] = int(value) if value.isdigit() else {"true": True, "false": False}.get(value, value)
+            faults.append(f"{part!r} is not name=value")
+        elif name in row:
+            faults.append(f"{name} stands twice")
+        elif number and len(value) > MOST_DIGITS:
+            faults.append(f"{name}={value[:9]}...: a number of {len(value.lstrip('-'))} digits")
+        else:
+            row[name] = int(value) if number else {"true": True, "false": False}.get(value, value)
+    if faults:
+        raise ConfigError(f"--shape: {'; '.join(faults)}")
     return row
 
 
