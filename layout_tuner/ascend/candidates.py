@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from layout_tuner import launcher
-from layout_tuner.ascend.compiler import Answer, Compiler
+from layout_tuner.ascend.compiler import Answer, Compiler, Failure
 from layout_tuner.ascend.facts import BLOCK_BYTES, KernelFacts
 from layout_tuner.ascend.lowering import Launch, Pointer, parameters
 from layout_tuner.ascend.targets import Target
@@ -45,6 +45,7 @@ class KernelReport:
         constexprs: The compile-time arguments, tiles among them.
         facts: Counts of one task; None where it did not compile.
         error: Why it did not.
+        failure: Class of that reason.
         source: The Python line of the error.
         overflow: `(memory, bytes wanted, bytes available)`, where that is why.
         cached: The verdict came from the disk.
@@ -57,6 +58,7 @@ class KernelReport:
     constexprs: dict[str, Any]
     facts: KernelFacts | None
     error: str = ""
+    failure: Failure = ""
     source: str = ""
     overflow: tuple[str, int, int] | None = None
     cached: bool = False
@@ -76,7 +78,8 @@ class CandidateReport:
         compiler: Versions that this holds for.
         kernels: Its launches, in order.
         relayout_bytes: Bytes read and written by the copies of time-axis tensors around the launches.
-        error: Why there are no launches: the host code refused.
+        error: Why there are no launches: the host code refused, or could not make the operands.
+        refusal: Class of that reason.
     """
 
     op: str
@@ -88,11 +91,17 @@ class CandidateReport:
     kernels: tuple[KernelReport, ...] = ()
     relayout_bytes: int = 0
     error: str = ""
+    refusal: Failure = ""
 
     @property
     def ok(self) -> bool:
         """Every launch compiled."""
         return not self.error and all(kernel.facts is not None for kernel in self.kernels)
+
+    @property
+    def failure(self) -> Failure:
+        """Class of the failure that is reported, the first one; empty where every launch compiled."""
+        return self.refusal or next((kernel.failure for kernel in self.kernels if kernel.facts is None), "")
 
     def totals(self) -> dict[str, float]:
         """Counts of the whole op: those of a task times the tasks of each launch; of memories the largest."""
@@ -214,7 +223,11 @@ def compile_candidates(
             made, relayout_bytes = launches(case, compiler.target, call[2])
         except (LayoutTunerError, ValueError, TypeError, RuntimeError, MemoryError) as error:
             made, relayout_bytes = [], 0
-            report = dataclasses.replace(report, error=f"{type(error).__name__}: {error}")
+            # torch says so too where this machine's memory is too small: nothing that stays so.
+            passing = isinstance(error, (RuntimeError, MemoryError))
+            report = dataclasses.replace(
+                report, error=f"{type(error).__name__}: {error}", refusal="device" if passing else "compile"
+            )
         found.append(made)
         reports.append(dataclasses.replace(report, relayout_bytes=relayout_bytes))
     flat = [launch for made in found for launch in made]
@@ -245,13 +258,13 @@ def _compiled(
 
 
 def _report(launch: Launch, answer: Answer, compiler: Compiler) -> KernelReport:
-    facts, error, source = None, answer.error, answer.error_source
+    facts, error, failure, source = None, answer.error, answer.failure, answer.error_source
     if answer.ok:
         try:
             facts = launch.facts(answer, target=compiler.target.name, compiler=compiler.version)
         except (ValueError, TypeError, AttributeError, KeyError, IndexError) as unread:
             # The compiler's output is its own affair and may hold what nobody has met: one row, not the end of all.
-            error = f"its module cannot be read: {type(unread).__name__}: {unread}"
+            error, failure = f"its module cannot be read: {type(unread).__name__}: {unread}", "compile"
     return KernelReport(
         kernel=launch.name,
         grid=launch.grid,
@@ -259,6 +272,7 @@ def _report(launch: Launch, answer: Answer, compiler: Compiler) -> KernelReport:
         constexprs=dict(launch.constexprs),
         facts=facts,
         error=error,
+        failure=failure,
         source=source,
         overflow=answer.overflow,
         cached=answer.cached,

@@ -55,6 +55,10 @@ _FRONT_END_OPTIONS: Final[Mapping[str, Mapping[str, bool]]] = {
     },
 }
 
+# Signals that a program raises by its own fault; every other one was sent to it.
+_FAULTS: Final = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
+
+Failure = Literal["", "compile", "overflow", "timeout", "device"]
 Scalar = bool | int | float | str | None
 Constexpr = Scalar | Mapping[str, str]
 
@@ -152,6 +156,21 @@ class Answer:
             return lines[-1]
         told = [line for line in lines if "error:" in line] or [line for line in lines if "[NOTE]" not in line]
         return told[-1] if told else f"the {self.stage} ended with status {self.exit_status}"
+
+    @property
+    def failure(self) -> Failure:
+        """The class of the failure, which says for how long it is worth remembering; empty if it did not fail.
+
+        What befell the process and not the kernel, such as a signal from outside, is a fault of the device: of the
+        machine that compiles.
+        """
+        if self.ok:
+            return ""
+        if self.timed_out:
+            return "timeout"
+        if self.stage == "worker" or (self.exit_status < 0 and -self.exit_status not in _FAULTS):
+            return "device"
+        return "compile" if self.overflow is None else "overflow"
 
     @property
     def error_source(self) -> str:

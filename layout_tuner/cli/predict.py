@@ -119,14 +119,12 @@ def measurement_record(report: CandidateReport, prediction: Prediction) -> Measu
     from layout_tuner.cache.records import MeasurementRecord
 
     if not report.ok:
-        failed = next((kernel for kernel in report.kernels if kernel.facts is None), None)
-        overflow = failed is not None and failed.overflow is not None
         return MeasurementRecord(
             candidate=report.candidate,
             revision=report.revision,
             state="failed",
             reason=prediction.rejected[report.candidate][:2000],
-            failure="overflow" if overflow else "compile",
+            failure=report.failure,
         )
     facts: dict[str, str | int | float | bool | None] = {
         "compiler": report.compiler,

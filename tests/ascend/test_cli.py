@@ -1,5 +1,6 @@
 """`tuner explain` and `tuner warmup --target` with the real compiler; what they say to input that cannot be used."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from layout_tuner.cache.store import open_store
 from layout_tuner.kernels import tiling
 
 from layout_tuner.ascend import candidates
+from layout_tuner.ascend import toolchain as toolchain_module
 from layout_tuner.ascend.targets import TARGETS
 from layout_tuner.ascend.toolchain import Toolchain
 from layout_tuner.keys import Key
@@ -214,6 +216,54 @@ def test_a_prediction_without_one_candidate(tuner: Tuner, tmp_path: Path, one_to
     assert decision.candidate.startswith("sub/")
     failures = {measured.candidate: measured.failure for measured in decision.measurements}
     assert failures == {CANDIDATES[0]: "overflow", CANDIDATES[1]: "overflow", CANDIDATES[2]: "", CANDIDATES[3]: ""}
+
+
+@pytest.mark.parametrize(
+    ("act", "failure"),
+    [
+        ("exec sleep 600", "timeout"),
+        ("kill -SEGV $$", "compile"),
+        # Whoever ended the compiler, or the process that waits for it, said nothing about the kernel.
+        ("kill -KILL $$", None),
+        ("kill -TERM $$", None),
+        ("kill -KILL $PPID", None),
+    ],
+)
+def test_failures_are_stored_for_what_they_are(
+    toolchain: Toolchain,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    act: str,
+    failure: str | None,
+) -> None:
+    """The compiler of one kernel of the two, which is the real one, does something else first."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for program in toolchain.folder.iterdir():
+        (folder / program.name).symlink_to(program)
+    compiler = folder / "bishengir-compile"
+    compiler.unlink()
+    full = "grep -q chunk_bwd_dv_local_full kernel.mlir"
+    compiler.write_text(f'#!/bin/sh\nif {full}; then {act}; fi\nexec {toolchain.folder}/bishengir-compile "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setattr(toolchain_module, "find_toolchain", lambda *_: dataclasses.replace(toolchain, folder=folder))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = settings(tmp_path, toolchain.python, timeout_s=5.0)
+    file = tmp_path / "decisions.sqlite"
+    what = ("warmup", "--shapes", shapes_file(tmp_path), "--target", "Ascend910B3", "--cache", file, "--json")
+    result = run_here([*what, "--config", config], monkeypatch, capsys)
+    assert result.status == 1
+    (key,) = json.loads(result.out)["keys"]
+    assert list(key["failed"]) == CANDIDATES[:2]
+    store = open_store(file)
+    try:
+        (decision,) = store.decisions()
+    finally:
+        store.close()
+    stored = {measured.candidate: measured.failure for measured in decision.measurements}
+    failed = {} if failure is None else dict.fromkeys(CANDIDATES[:2], failure)
+    assert stored == {**failed, CANDIDATES[2]: "", CANDIDATES[3]: ""}
 
 
 @pytest.mark.parametrize("command", ["explain", "warmup"])

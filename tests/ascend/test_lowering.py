@@ -211,6 +211,26 @@ loc("/some/where/k.py":11:4): error: ub overflow, requires 1908736 bits while 15
     crashed = Answer(stage="compiler", exit_status=-11, stderr="")
     assert crashed.error == "the compiler crashed (exit status -11)"
     assert Answer(stage="compiler", exit_status=0, stderr="[NOTE] x").error == ""
+    assert (answer.failure, crashed.failure) == ("overflow", "compile")
+
+
+@pytest.mark.parametrize(
+    ("stage", "exit_status", "timed_out", "failure"),
+    [
+        ("compiler", 0, False, ""),
+        ("front end", 1, False, "compile"),
+        ("compiler", 1, False, "compile"),
+        ("compiler", -6, False, "compile"),
+        ("compiler", -9, False, "device"),
+        ("compiler", -15, False, "device"),
+        ("compiler", -9, True, "timeout"),
+        ("worker", -11, False, "device"),
+        ("worker", 1, False, "device"),
+        ("worker", 1, True, "timeout"),
+    ],
+)
+def test_the_class_of_a_failure(stage: str, exit_status: int, timed_out: bool, failure: str) -> None:
+    assert Answer(stage=stage, exit_status=exit_status, stderr="", timed_out=timed_out).failure == failure
 
 
 def test_requests_are_plain_data(pool: Compiler) -> None:
