@@ -5,12 +5,16 @@ machine with an NPU the running interpreter has it. A verdict holds only for the
 go wherever a verdict goes.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -22,9 +26,11 @@ INSTALL: Final = "make ascend"
 NATIVE_TOOLS: Final = ("mlir-opt-19", "mlir-translate-19", "clang-19")
 INSTALL_NATIVE: Final = "apt-get install mlir-19-tools llvm-19 clang-19"
 
-# Run by the candidate interpreter: what it has, as JSON.
+_PROBE_TIMEOUT_S: Final = 30.0
+
+# Run by the candidate interpreter: what it has, as JSON. On standard error stands which command it waits for.
 _PROBE: Final = """
-import importlib.metadata, importlib.util, json, os, subprocess
+import importlib.metadata, importlib.util, json, os, subprocess, sys
 found = {}
 for name in ("triton-ascend", "ascendnpu-ir"):
     try:
@@ -35,7 +41,9 @@ spec = importlib.util.find_spec("ascendnpuir")
 if spec is not None:
     found["bin"] = os.path.join(os.path.dirname(spec.origin), "bin")
     for tool in ("bishengir-compile", "bishengir-compile-a5"):
-        run = subprocess.run([os.path.join(found["bin"], tool), "--version"], capture_output=True, text=True)
+        command = [os.path.join(found["bin"], tool), "--version"]
+        print(*command, file=sys.stderr, flush=True)
+        run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         found[tool] = " ".join(run.stdout.split("\\n")[0].split())
 print(json.dumps(found))
 """
@@ -112,16 +120,8 @@ def _probe(python: Path) -> Toolchain:
     # The path is made absolute, not resolved: a virtual environment is recognised by its own link.
     python = Path(shutil.which(python) or python).absolute()
     try:
-        run = subprocess.run(
-            [python, "-P", "-c", _PROBE],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-            stdin=subprocess.DEVNULL,
-        )
-        found = json.loads(run.stdout)
-    except (OSError, subprocess.SubprocessError, json.JSONDecodeError) as error:
+        found = json.loads(_run_probe(python))
+    except (OSError, json.JSONDecodeError) as error:
         raise ConfigError(f"{python} does not run ({error})") from None
     missing = [name for name in ("triton-ascend", "ascendnpu-ir") if name not in found]
     if missing:
@@ -133,6 +133,41 @@ def _probe(python: Path) -> Toolchain:
         folder=Path(found["bin"]),
         compilers=(found["bishengir-compile"], found["bishengir-compile-a5"]),
     )
+
+
+def _run_probe(python: Path) -> str:
+    """What the probe prints; it and whatever it started have ended.
+
+    Raises:
+        ConfigError: It failed or did not end in time.
+    """
+    # Files, not pipes: a process that outlives the probe would hold a pipe open.
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            [python, "-P", "-c", _PROBE],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            start_new_session=True,
+        )
+        timed_out = False
+        try:
+            process.wait(_PROBE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            timed_out = True
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        errors.seek(0)
+        lines = errors.read().decode(errors="replace").splitlines()
+        said = lines[-1] if lines else ""
+        if timed_out:
+            raise ConfigError(f"{said or python} did not answer within {_PROBE_TIMEOUT_S:g} s and was ended")
+        if process.returncode != 0:
+            raise ConfigError(f"{python} does not run (exit status {process.returncode}{said and f': {said}'})")
+        output.seek(0)
+        return output.read().decode(errors="replace")
 
 
 @functools.cache

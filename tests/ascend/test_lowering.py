@@ -5,6 +5,7 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -13,6 +14,7 @@ import pytest
 from layout_tuner import ops as _ops  # noqa: F401  registers every op
 from layout_tuner import registry
 from layout_tuner.ascend import compiler as compiler_module
+from layout_tuner.ascend import toolchain as toolchain_module
 from layout_tuner.ascend.candidates import cases_of, launches
 from layout_tuner.ascend.compiler import Answer, Compiler, Request
 from layout_tuner.ascend.lowering import Launch, Pointer, parameters
@@ -104,6 +106,50 @@ def test_a_missing_toolchain_names_the_command(tmp_path: Path) -> None:
         find_toolchain(tmp_path / "python")
     with pytest.raises(ConfigError, match=r"has no triton-ascend and no ascendnpu-ir.*`make ascend`"):
         find_toolchain(sys.executable)
+
+
+@pytest.fixture
+def toolchain_of(tmp_path: Path) -> Callable[[str], Path]:
+    """A Python whose compiler is a shell script."""
+
+    def make(script: str) -> Path:
+        package = tmp_path / "ascendnpuir"
+        (package / "bin").mkdir(parents=True)
+        (package / "__init__.py").touch()
+        compiler = package / "bin" / "bishengir-compile"
+        compiler.write_text(f"#!/bin/sh\n{script}\n")
+        compiler.chmod(0o755)
+        python = tmp_path / "python"
+        python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+        python.chmod(0o755)
+        return python
+
+    return make
+
+
+def test_a_compiler_that_does_not_answer_is_named_and_ended(
+    toolchain_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toolchain_module, "_PROBE_TIMEOUT_S", 3.0)
+    python = toolchain_of(f"sleep 987 & echo $$ $! > {tmp_path}/processes\nwait")
+    with pytest.raises(ConfigError) as caught:
+        find_toolchain(python)
+    message = str(caught.value)
+    command = f"{tmp_path}/ascendnpuir/bin/bishengir-compile --version"
+    assert f"{command} did not answer within 3 s and was ended" in message
+    assert "import" not in message
+    for process in (tmp_path / "processes").read_text().split():
+        state = Path(f"/proc/{process}/stat")
+        # Ended, whether or not anyone has collected it yet.
+        assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_probe_that_fails_says_why_in_a_line(toolchain_of: Callable[[str], Path], tmp_path: Path) -> None:
+    python = toolchain_of("")
+    (tmp_path / "ascendnpuir" / "bin" / "bishengir-compile").chmod(0o644)
+    with pytest.raises(ConfigError, match=r"does not run \(exit status 1: PermissionError: .*\)") as caught:
+        find_toolchain(python)
+    assert "import" not in str(caught.value)
 
 
 def test_missing_native_tools_name_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
