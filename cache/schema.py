@@ -165,10 +165,11 @@ def set_aside(database: Database, reason: Exception, probe: Callable[[Connection
         database.close()
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S%f")
         target = path.with_name(f"{path.name}.damaged-{stamp}")
-        os.replace(path, target)
+        # The file last: once it is gone another process may begin a new one, whose companions stay where they are.
         for suffix in ("-wal", "-shm", "-journal"):
             with suppress(FileNotFoundError):
                 os.replace(f"{path}{suffix}", f"{target}{suffix}")
+        os.replace(path, target)
     logger.warning(
         "%s is no sound decision file (%s); it was set aside as %s and a new one begun", path, reason, target.name
     )

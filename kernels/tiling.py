@@ -171,7 +171,11 @@ ASCEND_BYTES = {"unified buffer": 192 * 1024, "L1": 512 * 1024, "L0C": 128 * 102
 
 
 def on_chip_bytes(kernel: str, element_bytes: int, **tiles: int) -> tuple[int, int, int] | None:
-    """Unified buffer, L1 and L0C that bishengir 1.2.0 plans for a kernel where there is room; None if not known.
+    """Unified buffer, L1 and L0C that bishengir 1.2.0 plans for a kernel where there is room; None for the others.
+
+    The others are those whose copies the compiler adds until the unified buffer is full, and those whose tiles do not
+    grow with K and V. `pytest -m nightly tests/ascend/test_tiles.py` compiles every combination of tiles that any K and
+    V get, of every kernel.
 
     Calibrated against its plans: `python -m layout_tuner.ascend.tiles OP` prints both. Operands of products lie in L1
     twice, their results in L0C once, both exactly as written here. The unified buffer is an upper bound, for it

@@ -10,6 +10,7 @@ import time
 
 import pytest
 from layout_tuner.cache import migrations, schema
+from layout_tuner.cache.database import Database
 from layout_tuner.cache.faults import Fault, StoreError
 from layout_tuner.cache.file import Store
 from layout_tuner.cache.guarded import GuardedStore
@@ -248,6 +249,25 @@ def test_two_processes_do_not_set_a_new_file_aside(path):
     assert len(list(path.parent.glob("*.damaged-*"))) == 1
     with contextlib.closing(Store(path)):
         pass
+
+
+def test_what_lies_beside_a_new_file_is_not_set_aside(path, opened, monkeypatch):
+    """Another process begins a new file the moment that the damaged one is gone."""
+    opened(path).close()
+    path.write_bytes(path.read_bytes()[:100] + b"garbage" * 1000)
+    beside = path.with_name(f"{path.name}-wal")
+    rename = os.replace
+
+    def and_begin(source, target):
+        rename(source, target)
+        if os.fspath(source) == os.fspath(path):
+            beside.write_bytes(b"of the new one")
+
+    monkeypatch.setattr(schema.os, "replace", and_begin)
+    damaged = Database(path)
+    assert schema.set_aside(damaged, ValueError("garbage"), schema.sound_version) is not None
+    assert beside.read_bytes() == b"of the new one"
+    assert not list(path.parent.glob("*.damaged-*-wal"))
 
 
 def test_set_aside_looks_again_first(path, opened):
