@@ -62,6 +62,11 @@ class GuardedStore:
         """Whether the store behind did all that was last asked of it."""
         return not self._said
 
+    @property
+    def place(self) -> str:
+        """Where what was published lies, for people: the file, or memory while the file cannot be used."""
+        return self.name if self.healthy else f"memory only, {self.name} cannot be used"
+
     def publish(self, decision: DecisionRecord, environment: EnvironmentRecord) -> DecisionRecord:
         """Stores a decision, in memory where nothing better is to be had; returns it as stored."""
         stored = self._try(lambda store: store.publish(decision, environment), write=True)

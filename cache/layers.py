@@ -106,7 +106,7 @@ class LayeredStore:
     @property
     def place(self) -> str:
         """Where what was published lies, for people: the file, or memory while the file cannot be used."""
-        return self.name if self.kept else f"memory only, {self.name} cannot be used"
+        return self._user.place if isinstance(self._user, GuardedStore) else self.name
 
     def resolve(
         self, key: KeyRecord, environments: Sequence[str], *, known: Iterable[str] | None = None

@@ -108,7 +108,7 @@ def chunk_gated_delta_rule_fwd_h(
                 b_gk = tl.load(p_gk + o_k, mask=m_k, other=0.0).to(tl.float32)
                 b_h *= tl.exp2(b_gk)[:, None]
             if not (USE_G or USE_GK):
-                # Always so. bishengir 1.2.0 crashes where no vector work lies between the state's use and its update.
+                # Changes nothing: bishengir 1.2.0 crashes without vector work between the state's use and its update.
                 b_h = tl.where(tokens > 0, b_h, 0.0)
 
             b_k = load_rows(k + (first * H + i_h // (HV // H)) * K, o_c, o_k, tokens, K, H * K, PREFETCH)

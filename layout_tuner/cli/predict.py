@@ -71,10 +71,9 @@ def predict_shapes(
             decision = decision_record(spec, key, found, prediction, target)
             store.publish(decision, environment_record(target, version))
             rows.append((key, found, decision))
-        kept = store.healthy
+        kept, name = store.healthy, store.place
     finally:
         store.close()
-    name = store.name if kept else f"memory only, {store.name} cannot be used"
     if json:
         print_json(summary_json(target, version, name, rows, refused))
     else:

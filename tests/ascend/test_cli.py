@@ -1,5 +1,6 @@
 """`tuner explain` and `tuner warmup --target` with the real compiler; what they say to input that cannot be used."""
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from command import Result, run_here
+from layout_tuner.cache.records import DecisionRecord
 from layout_tuner.cache.store import open_store
 from layout_tuner.kernels import tiling
 
@@ -64,6 +66,13 @@ def shapes_file(folder: Path, **changes: object) -> Path:
     file = folder / "shapes.json"
     file.write_text(json.dumps({"shapes": [row]}))
     return file
+
+
+def stored(file: Path) -> DecisionRecord:
+    """The one decision of a file."""
+    with contextlib.closing(open_store(file)) as store:
+        (decision,) = store.decisions()
+    return decision
 
 
 @pytest.fixture
@@ -163,11 +172,7 @@ def test_predictions_are_stored_with_what_was_counted(tuner: Tuner, tmp_path: Pa
     result = tuner(*arguments)
     assert result.status == 0, result.err
     assert "counts, not times" in result.out
-    store = open_store(file)
-    try:
-        (decision,) = store.decisions()
-    finally:
-        store.close()
+    decision = stored(file)
     assert (decision.source, decision.environment) == ("predicted", "predicted:Ascend910B3")
     counted = {measured.candidate: measured for measured in decision.measurements}
     assert list(counted) == CANDIDATES
@@ -208,11 +213,7 @@ def test_a_prediction_without_one_candidate(tuner: Tuner, tmp_path: Path, one_to
     assert result.status == 1
     (key,) = json.loads(result.out)["keys"]
     assert list(key["failed"]) == CANDIDATES[:2]
-    store = open_store(file)
-    try:
-        (decision,) = store.decisions()
-    finally:
-        store.close()
+    decision = stored(file)
     assert decision.candidate.startswith("sub/")
     failures = {measured.candidate: measured.failure for measured in decision.measurements}
     assert failures == {CANDIDATES[0]: "overflow", CANDIDATES[1]: "overflow", CANDIDATES[2]: "", CANDIDATES[3]: ""}
@@ -256,14 +257,10 @@ def test_failures_are_stored_for_what_they_are(
     assert result.status == 1
     (key,) = json.loads(result.out)["keys"]
     assert list(key["failed"]) == CANDIDATES[:2]
-    store = open_store(file)
-    try:
-        (decision,) = store.decisions()
-    finally:
-        store.close()
-    stored = {measured.candidate: measured.failure for measured in decision.measurements}
+    decision = stored(file)
+    failures = {measured.candidate: measured.failure for measured in decision.measurements}
     failed = {} if failure is None else dict.fromkeys(CANDIDATES[:2], failure)
-    assert stored == {**failed, CANDIDATES[2]: "", CANDIDATES[3]: ""}
+    assert failures == {**failed, CANDIDATES[2]: "", CANDIDATES[3]: ""}
 
 
 @pytest.mark.parametrize("command", ["explain", "warmup"])
