@@ -36,13 +36,15 @@ def beta_fwd(
     head_blocks: tl.constexpr = (HV + BH - 1) // BH
     o_t = tl.arange(0, BT)
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
-        o_h = i_task % head_blocks * BH + tl.arange(0, BH)
+        i_h = i_task % head_blocks * BH
+        o_h = tl.arange(0, BH)
         i_b = i_task // head_blocks // ROW_BLOCKS
+        bos = tl.cast(i_b, tl.int64) * T
         first = i_task // head_blocks % ROW_BLOCKS * BT
-        b_y = load_head_block(beta, i_b, i_b * T, first, T, o_t, o_h, T, HV, BETA_T_CONTIG)
+        b_y = load_head_block(beta, i_b, bos, first, T, o_t, i_h, o_h, T, HV, BETA_T_CONTIG)
         if USE_SIGMOID:
             b_y = RANGE * sigmoid(b_y)
-        store_head_block(y, b_y, i_b, i_b * T, first, T, o_t, o_h, T, HV, Y_T_CONTIG)
+        store_head_block(y, b_y, i_b, bos, first, T, o_t, i_h, o_h, T, HV, Y_T_CONTIG)
 
 
 @triton.jit(do_not_specialize=["T", "ROW_BLOCKS", "TASKS"])
@@ -66,12 +68,14 @@ def beta_bwd(
     head_blocks: tl.constexpr = (HV + BH - 1) // BH
     o_t = tl.arange(0, BT)
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
-        o_h = i_task % head_blocks * BH + tl.arange(0, BH)
+        i_h = i_task % head_blocks * BH
+        o_h = tl.arange(0, BH)
         i_b = i_task // head_blocks // ROW_BLOCKS
+        bos = tl.cast(i_b, tl.int64) * T
         first = i_task // head_blocks % ROW_BLOCKS * BT
-        b_dbeta = load_head_block(dy, i_b, i_b * T, first, T, o_t, o_h, T, HV, DY_T_CONTIG)
+        b_dbeta = load_head_block(dy, i_b, bos, first, T, o_t, i_h, o_h, T, HV, DY_T_CONTIG)
         if USE_SIGMOID:
-            b_y = load_head_block(y, i_b, i_b * T, first, T, o_t, o_h, T, HV, Y_T_CONTIG)
+            b_y = load_head_block(y, i_b, bos, first, T, o_t, i_h, o_h, T, HV, Y_T_CONTIG)
             # Outside every sequence dy is 0 while beta may hold anything, also NaN.
             b_dbeta = tl.where(b_dbeta == 0.0, 0.0, b_dbeta * b_y * (1.0 - b_y / RANGE))
-        store_head_block(dbeta, b_dbeta, i_b, i_b * T, first, T, o_t, o_h, T, HV, DBETA_T_CONTIG)
+        store_head_block(dbeta, b_dbeta, i_b, bos, first, T, o_t, i_h, o_h, T, HV, DBETA_T_CONTIG)

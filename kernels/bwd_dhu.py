@@ -73,7 +73,7 @@ def chunk_gated_delta_rule_bwd_dhu(
         i_nh = i_task // NV
         i_n = i_nh // HV
         i_h = i_nh % HV
-        i_b, bos, length, boc = locate_sequence(i_n, cu_seqlens, chunk_offsets, T, NT, IS_VARLEN)
+        i_b, bos, length, boc = locate_sequence(i_n, cu_seqlens, chunk_offsets, T, NT, BT, IS_VARLEN)
         o_v = (i_task % NV) * BV + tl.arange(0, BV)
         m_v = o_v < V
 

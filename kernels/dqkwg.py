@@ -76,11 +76,12 @@ def _gate_at(
     USE_G_GAMMA: tl.constexpr,
     G_T_CONTIG: tl.constexpr,
 ):
-    """G at one row of chunk `i_t`, a scalar."""
+    """G at one row of chunk `i_t`, a scalar; where the chunk has no token, of one that is there."""
     x = 0.0
     if USE_G:
         stride: tl.constexpr = time_axis_stride(HV, G_T_CONTIG)
-        p_g = g + time_axis_offset(i_b, bos, i_h, T, HV, G_T_CONTIG) + tl.cast(i_t * BT + row, tl.int64) * stride
+        o_t = tl.cast(tl.maximum(i_t * BT + row, 0), tl.int64)
+        p_g = g + time_axis_offset(i_b, bos, i_h, T, HV, G_T_CONTIG) + o_t * stride
         x += tl.load(p_g).to(tl.float32)
     if USE_G_GAMMA:
         x += tl.load(g_gamma + i_h).to(tl.float32) * (row + 1).to(tl.float32)
@@ -382,7 +383,7 @@ def chunk_bwd_dqkwg_full(
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
         i_c = i_task // H
         i_h = i_task % H
-        i_b, i_t, bos, length = locate_chunk(i_c, cu_seqlens, chunk_indices, T, NT, IS_VARLEN)
+        i_b, i_t, bos, length = locate_chunk(i_c, cu_seqlens, chunk_indices, T, NT, N, BT, IS_VARLEN)
         first = tl.cast(bos + i_t * BT, tl.int64)
         m_t = i_t * BT + o_c < length
         last = tl.minimum(BT, length - i_t * BT) - 1
@@ -576,7 +577,7 @@ def chunk_bwd_dqkwg_sub(
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
         i_c = i_task // H
         i_h = i_task % H
-        i_b, i_t, bos, length = locate_chunk(i_c, cu_seqlens, chunk_indices, T, NT, IS_VARLEN)
+        i_b, i_t, bos, length = locate_chunk(i_c, cu_seqlens, chunk_indices, T, NT, N, BT, IS_VARLEN)
         first = tl.cast(bos + i_t * BT, tl.int64)
         left = length - i_t * BT
         last = tl.minimum(BT, left) - 1
@@ -726,7 +727,7 @@ def chunk_bwd_dg(
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
         i_c = i_task // HV
         i_h = i_task % HV
-        i_b, i_t, bos, length = locate_chunk(i_c, cu_seqlens, chunk_indices, T, NT, IS_VARLEN)
+        i_b, i_t, bos, length = locate_chunk(i_c, cu_seqlens, chunk_indices, T, NT, N, BT, IS_VARLEN)
         first = tl.cast(bos + i_t * BT, tl.int64)
         m_t = i_t * BT + o_c < length
         last = tl.minimum(BT, length - i_t * BT) - 1

@@ -116,7 +116,7 @@ def chunk_bwd_dv_local_full(
     o_c = tl.arange(0, BT)
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
         i_h = i_task % HV
-        i_b, i_t, bos, length = locate_chunk(i_task // HV, cu_seqlens, chunk_indices, T, NT, IS_VARLEN)
+        i_b, i_t, bos, length = locate_chunk(i_task // HV, cu_seqlens, chunk_indices, T, NT, N, BT, IS_VARLEN)
         first = tl.cast(bos + i_t * BT, tl.int64)
         p_q = q + (first * H + i_h // (HV // H)) * K
         p_k = k + (first * H + i_h // (HV // H)) * K
@@ -130,7 +130,7 @@ def chunk_bwd_dv_local_full(
         b_g = tl.zeros([BT], dtype=tl.float32)
         if USE_G:
             stride: tl.constexpr = time_axis_stride(HV, G_T_CONTIG)
-            p_g = g + time_axis_offset(i_b, bos, i_h, T, HV, G_T_CONTIG) + i_t * BT * stride
+            p_g = g + time_axis_offset(i_b, bos, i_h, T, HV, G_T_CONTIG) + tl.cast(i_t, tl.int64) * BT * stride
             b_g = tl.load(p_g + o_c * stride, mask=m_t, other=0.0).to(tl.float32)
         b_gamma = 0.0
         if USE_G_GAMMA:
@@ -186,7 +186,7 @@ def chunk_bwd_dv_local_sub(
     o_c = tl.arange(0, BC)
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
         i_h = i_task % HV
-        i_b, i_t, bos, length = locate_chunk(i_task // HV, cu_seqlens, chunk_indices, T, NT, IS_VARLEN)
+        i_b, i_t, bos, length = locate_chunk(i_task // HV, cu_seqlens, chunk_indices, T, NT, N, BT, IS_VARLEN)
         first = tl.cast(bos + i_t * BT, tl.int64)
         p_q = q + (first * H + i_h // (HV // H)) * K
         p_k = k + (first * H + i_h // (HV // H)) * K
@@ -198,7 +198,7 @@ def chunk_bwd_dv_local_sub(
         stride: tl.constexpr = time_axis_stride(HV, G_T_CONTIG)
         p_g = g
         if USE_G:
-            p_g = g + time_axis_offset(i_b, bos, i_h, T, HV, G_T_CONTIG) + i_t * BT * stride
+            p_g = g + time_axis_offset(i_b, bos, i_h, T, HV, G_T_CONTIG) + tl.cast(i_t, tl.int64) * BT * stride
         b_gamma = 0.0
         if USE_G_GAMMA:
             b_gamma = tl.load(g_gamma + i_h).to(tl.float32)

@@ -53,7 +53,7 @@ def chunk_fwd_o(
         i_ch = i_task // NV
         i_c = i_ch // HV
         i_h = i_ch % HV
-        i_b, i_t, bos, length = locate_chunk(i_c, cu_seqlens, chunk_indices, T, NT, IS_VARLEN)
+        i_b, i_t, bos, length = locate_chunk(i_c, cu_seqlens, chunk_indices, T, NT, N, BT, IS_VARLEN)
         first = tl.cast(bos + i_t * BT, tl.int64)
         m_t = i_t * BT + o_c < length
         o_v = (i_task % NV) * BV + tl.arange(0, BV)

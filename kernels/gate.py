@@ -60,14 +60,15 @@ def gdn_gate_chunk_cumsum(
     head_blocks: tl.constexpr = (HV + BH - 1) // BH
     o_t = tl.arange(0, BT)
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
-        o_h = i_task % head_blocks * BH + tl.arange(0, BH)
-        i_b, i_t, bos, length = locate_chunk(i_task // head_blocks, cu_seqlens, chunk_indices, T, NT, IS_VARLEN)
-        b_x = load_head_block(g, i_b, bos, i_t * BT, length, o_t, o_h, T, HV, G_T_CONTIG)
+        i_h = i_task % head_blocks * BH
+        o_h = tl.arange(0, BH)
+        i_b, i_t, bos, length = locate_chunk(i_task // head_blocks, cu_seqlens, chunk_indices, T, NT, N, BT, IS_VARLEN)
+        b_x = load_head_block(g, i_b, bos, i_t * BT, length, o_t, i_h, o_h, T, HV, G_T_CONTIG)
         if USE_DT_BIAS:
-            b_x += tl.load(dt_bias + o_h, mask=o_h < HV, other=0.0).to(tl.float32)[:, None]
-        b_rate = -tl.exp(tl.load(A_log + o_h, mask=o_h < HV, other=0.0).to(tl.float32))
+            b_x += tl.load(dt_bias + i_h + o_h, mask=i_h + o_h < HV, other=0.0).to(tl.float32)[:, None]
+        b_rate = -tl.exp(tl.load(A_log + i_h + o_h, mask=i_h + o_h < HV, other=0.0).to(tl.float32))
         b_out = triangular_sum(b_rate[:, None] * _softplus(b_x), o_t, False, DOT_PRECISION)
-        store_head_block(out, b_out * scale, i_b, bos, i_t * BT, length, o_t, o_h, T, HV, OUT_T_CONTIG)
+        store_head_block(out, b_out * scale, i_b, bos, i_t * BT, length, o_t, i_h, o_h, T, HV, OUT_T_CONTIG)
 
 
 @triton.jit(do_not_specialize=["T", "ROW_BLOCKS", "TASKS"])
@@ -97,27 +98,28 @@ def gdn_gate_bwd(
     """
     o_t = tl.arange(0, BT)
     for i_h in range(0, HV, BH):
-        o_h = i_h + tl.arange(0, BH)
-        m_h = o_h < HV
-        b_rate = -tl.exp(tl.load(A_log + o_h, mask=m_h, other=0.0).to(tl.float32))
+        o_h = tl.arange(0, BH)
+        m_h = i_h + o_h < HV
+        b_rate = -tl.exp(tl.load(A_log + i_h + o_h, mask=m_h, other=0.0).to(tl.float32))
         b_dA = tl.zeros([BH, BT], dtype=tl.float32)
         b_dbias = tl.zeros([BH, BT], dtype=tl.float32)
         for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
             i_b = i_task // ROW_BLOCKS
+            bos = tl.cast(i_b, tl.int64) * T
             first = i_task % ROW_BLOCKS * BT
-            b_x = load_head_block(g, i_b, i_b * T, first, T, o_t, o_h, T, HV, G_T_CONTIG)
+            b_x = load_head_block(g, i_b, bos, first, T, o_t, i_h, o_h, T, HV, G_T_CONTIG)
             if USE_DT_BIAS:
-                b_x += tl.load(dt_bias + o_h, mask=m_h, other=0.0).to(tl.float32)[:, None]
-            b_dgate = load_head_block(dgate, i_b, i_b * T, first, T, o_t, o_h, T, HV, DGATE_T_CONTIG)
+                b_x += tl.load(dt_bias + i_h + o_h, mask=m_h, other=0.0).to(tl.float32)[:, None]
+            b_dgate = load_head_block(dgate, i_b, bos, first, T, o_t, i_h, o_h, T, HV, DGATE_T_CONTIG)
             # Outside every sequence dgate is 0 while the input may hold anything, also NaN.
             b_x = tl.where(b_dgate == 0.0, 0.0, b_x)
             b_dg = b_dgate * b_rate[:, None] * sigmoid(b_x)
-            store_head_block(dg, b_dg, i_b, i_b * T, first, T, o_t, o_h, T, HV, DG_T_CONTIG)
+            store_head_block(dg, b_dg, i_b, bos, first, T, o_t, i_h, o_h, T, HV, DG_T_CONTIG)
             b_dA += b_dgate * b_rate[:, None] * _softplus(b_x)
             b_dbias += b_dg
         # A product with ones adds in one order whatever the layouts are; tl.sum would follow the tile's.
         b_ones = tl.full([BT, 16], 1.0, dtype=tl.float32)
-        p_sums = sums + tl.program_id(0) * (2 * HV) + o_h[:, None] + tl.arange(0, 16)[None, :]
+        p_sums = sums + tl.program_id(0) * (2 * HV) + i_h + o_h[:, None] + tl.arange(0, 16)[None, :]
         m_first = m_h[:, None] & (tl.arange(0, 16) == 0)[None, :]
         tl.store(p_sums, tl.dot(b_dA, b_ones, input_precision=DOT_PRECISION), mask=m_first)
         tl.store(p_sums + HV, tl.dot(b_dbias, b_ones, input_precision=DOT_PRECISION), mask=m_first)

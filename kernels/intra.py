@@ -102,10 +102,11 @@ def kkt_solve(
     head_blocks: tl.constexpr = (HV + BH - 1) // BH
     o_c = tl.arange(0, 16)
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
-        i_b, i_t, bos, length = locate_chunk(i_task // head_blocks, cu_seqlens, chunk_indices, T, NT, IS_VARLEN)
+        i_b, i_t, bos, length = locate_chunk(i_task // head_blocks, cu_seqlens, chunk_indices, T, NT, N, BT, IS_VARLEN)
         rows = length - i_t * BT
         i_h = i_task % head_blocks
-        o_h = i_h * BH + tl.arange(0, BH)
+        o_b = tl.arange(0, BH)
+        o_h = i_h * BH + o_b
         first = tl.cast(bos + i_t * BT, tl.int64)
         p_k = k + first * (H * K)
 
@@ -144,10 +145,10 @@ def kkt_solve(
         for i in tl.static_range(BT // 16):
             first_row = i_t * BT + i * 16
             m_row = i * 16 + o_c < rows
-            b_beta = load_head_block(beta, i_b, bos, first_row, length, o_c, o_h, T, HV, BETA_T_CONTIG)
+            b_beta = load_head_block(beta, i_b, bos, first_row, length, o_c, i_h * BH, o_b, T, HV, BETA_T_CONTIG)
             b_g = tl.zeros([BH, 16], dtype=tl.float32)
             if USE_G:
-                b_g = load_head_block(g, i_b, bos, first_row, length, o_c, o_h, T, HV, G_T_CONTIG)
+                b_g = load_head_block(g, i_b, bos, first_row, length, o_c, i_h * BH, o_b, T, HV, G_T_CONTIG)
             if i == 0:
                 b_00 = _diagonal_block(b_00, b_beta, b_g, m_row, USE_G)
                 b_g0 = b_g

@@ -87,16 +87,17 @@ def chunk_scaled_dot_kkt_fwd(
     o_t = tl.arange(0, BT)
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
         i_h = i_task % H
-        i_b, i_t, bos, length = locate_chunk(i_task // H, cu_seqlens, chunk_indices, T, NT, IS_VARLEN)
+        i_b, i_t, bos, length = locate_chunk(i_task // H, cu_seqlens, chunk_indices, T, NT, N, BT, IS_VARLEN)
         first = tl.cast(bos + i_t * BT, tl.int64)
+        begin = tl.cast(i_t, tl.int64) * BT
         m_t = i_t * BT + o_t < length
         b_kk = key_product(k + (first * H + i_h) * K, o_t, o_t, m_t, m_t, H * K, K, BK, DOT_PRECISION)
         for i_v in range(i_h * group, i_h * group + group):
-            p_beta = beta + time_axis_offset(i_b, bos, i_v, T, HV, BETA_T_CONTIG) + i_t * BT * beta_stride
+            p_beta = beta + time_axis_offset(i_b, bos, i_v, T, HV, BETA_T_CONTIG) + begin * beta_stride
             b_beta = tl.load(p_beta + o_t * beta_stride, mask=m_t, other=0.0).to(tl.float32)
             b_g = tl.zeros([BT], dtype=tl.float32)
             if USE_G:
-                p_g = g + time_axis_offset(i_b, bos, i_v, T, HV, G_T_CONTIG) + i_t * BT * g_stride
+                p_g = g + time_axis_offset(i_b, bos, i_v, T, HV, G_T_CONTIG) + begin * g_stride
                 b_g = tl.load(p_g + o_t * g_stride, mask=m_t, other=0.0).to(tl.float32)
             # A row past the end has no gate of its own, and the difference could overflow.
             m_M = m_t[:, None] & (o_t[:, None] > o_t[None, :])

@@ -10,6 +10,8 @@ get zeros, whatever the input holds there.
 import triton
 import triton.language as tl
 
+from .time_axis import load_bounded
+
 
 @triton.jit
 def _covered(
@@ -23,8 +25,8 @@ def _covered(
     """Which of the rows `o_r` there are and belong to a sequence: sequences follow one another without gaps."""
     m_r = o_r < rows
     if IS_VARLEN:
-        bos = tl.load(cu_seqlens).to(tl.int32)
-        eos = tl.load(cu_seqlens + N).to(tl.int32)
+        bos = load_bounded(cu_seqlens, 0, rows // H)
+        eos = load_bounded(cu_seqlens + N, 0, rows // H)
         m_r = (o_r >= bos * H) & (o_r < eos * H)
     return m_r
 

@@ -24,15 +24,19 @@ def load_head_block(
     first,
     length,
     o_t,
+    i_h,
     o_h,
     T,
     HV: tl.constexpr,
     T_CONTIG: tl.constexpr,
 ):
-    """The tile of heads `o_h` and tokens `first + o_t` of a sequence, `[heads, time]` in fp32, 0 past its ends."""
-    p_g = p_g + time_axis_offset(i_b, bos, 0, T, HV, T_CONTIG)
+    """The tile of heads `i_h + o_h` and tokens `first + o_t` of a sequence, `[heads, time]` in fp32, 0 past its ends.
+
+    `o_h` counts the heads of a block: the product of any head with T may need 64 bits.
+    """
+    p_g = p_g + time_axis_offset(i_b, bos, i_h, T, HV, T_CONTIG)
     m_t = first + o_t < length
-    m_h = o_h < HV
+    m_h = i_h + o_h < HV
     if T_CONTIG:
         p_g += first
         b_g = tl.load(p_g + o_h[:, None] * T + o_t[None, :], mask=m_h[:, None] & m_t[None, :], other=0.0).to(tl.float32)
@@ -52,15 +56,16 @@ def store_head_block(
     first,
     length,
     o_t,
+    i_h,
     o_h,
     T,
     HV: tl.constexpr,
     T_CONTIG: tl.constexpr,
 ):
     """Writes a `[heads, time]` tile to the addresses that `load_head_block` reads."""
-    p_out += time_axis_offset(i_b, bos, 0, T, HV, T_CONTIG)
+    p_out += time_axis_offset(i_b, bos, i_h, T, HV, T_CONTIG)
     m_t = first + o_t < length
-    m_h = o_h < HV
+    m_h = i_h + o_h < HV
     if T_CONTIG:
         p_out += first
         b_out = b_out.to(p_out.dtype.element_ty)
@@ -112,8 +117,9 @@ def chunk_local_cumsum(
     head_blocks: tl.constexpr = (HV + BH - 1) // BH
     o_t = tl.arange(0, BT)
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
-        o_h = i_task % head_blocks * BH + tl.arange(0, BH)
-        i_b, i_t, bos, length = locate_chunk(i_task // head_blocks, cu_seqlens, chunk_indices, T, NT, IS_VARLEN)
-        b_g = load_head_block(g, i_b, bos, i_t * BT, length, o_t, o_h, T, HV, G_T_CONTIG)
+        i_h = i_task % head_blocks * BH
+        o_h = tl.arange(0, BH)
+        i_b, i_t, bos, length = locate_chunk(i_task // head_blocks, cu_seqlens, chunk_indices, T, NT, N, BT, IS_VARLEN)
+        b_g = load_head_block(g, i_b, bos, i_t * BT, length, o_t, i_h, o_h, T, HV, G_T_CONTIG)
         b_out = triangular_sum(b_g, o_t, REVERSE, DOT_PRECISION)
-        store_head_block(out, b_out * scale, i_b, bos, i_t * BT, length, o_t, o_h, T, HV, OUT_T_CONTIG)
+        store_head_block(out, b_out * scale, i_b, bos, i_t * BT, length, o_t, i_h, o_h, T, HV, OUT_T_CONTIG)

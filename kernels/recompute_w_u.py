@@ -74,11 +74,12 @@ def recompute_w_u_fwd(
     o_t = tl.arange(0, BT)
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
         i_h = i_task % HV
-        i_b, i_t, bos, length = locate_chunk(i_task // HV, cu_seqlens, chunk_indices, T, NT, IS_VARLEN)
+        i_b, i_t, bos, length = locate_chunk(i_task // HV, cu_seqlens, chunk_indices, T, NT, N, BT, IS_VARLEN)
         m_t = i_t * BT + o_t < length
         first = tl.cast(bos + i_t * BT, tl.int64)
+        begin = tl.cast(i_t, tl.int64) * BT
         beta_stride: tl.constexpr = time_axis_stride(HV, BETA_T_CONTIG)
-        p_beta = beta + time_axis_offset(i_b, bos, i_h, T, HV, BETA_T_CONTIG) + i_t * BT * beta_stride
+        p_beta = beta + time_axis_offset(i_b, bos, i_h, T, HV, BETA_T_CONTIG) + begin * beta_stride
         b_beta = tl.load(p_beta + o_t * beta_stride, mask=m_t, other=0.0).to(tl.float32)
         p_A = A + (first * HV + i_h) * BT
         b_A = tl.load(p_A + o_t[:, None] * (HV * BT) + o_t[None, :], mask=m_t[:, None], other=0.0).to(tl.float32)
@@ -88,7 +89,7 @@ def recompute_w_u_fwd(
         )  # fmt: skip
         if USE_G:
             g_stride: tl.constexpr = time_axis_stride(HV, G_T_CONTIG)
-            p_g = g + time_axis_offset(i_b, bos, i_h, T, HV, G_T_CONTIG) + i_t * BT * g_stride
+            p_g = g + time_axis_offset(i_b, bos, i_h, T, HV, G_T_CONTIG) + begin * g_stride
             b_beta *= tl.exp2(tl.load(p_g + o_t * g_stride, mask=m_t, other=0.0).to(tl.float32))
         scaled_product(
             b_A, b_beta, k + (first * H + i_h // (HV // H)) * K, w + (first * HV + i_h) * K,

@@ -242,7 +242,7 @@ def solve_tril(
     i_2: tl.constexpr = 2 if BT > 32 else 0
     i_3: tl.constexpr = 3 if BT > 32 else 0
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
-        _, i_t, bos, length = locate_chunk(i_task // head_blocks, cu_seqlens, chunk_indices, T, NT, IS_VARLEN)
+        _, i_t, bos, length = locate_chunk(i_task // head_blocks, cu_seqlens, chunk_indices, T, NT, N, BT, IS_VARLEN)
         length = length - i_t * BT
         i_h = i_task % head_blocks
         offset = tl.cast(bos + i_t * BT, tl.int64) * (HV * BT)

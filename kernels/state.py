@@ -7,6 +7,8 @@ in both cases: a V-first tile moves through memory in its own order and is turne
 import triton
 import triton.language as tl
 
+from .time_axis import load_bounded, locate_tokens
+
 
 @triton.jit
 def locate_sequence(
@@ -15,23 +17,25 @@ def locate_sequence(
     chunk_offsets,
     T,
     NT,
+    BT: tl.constexpr,
     IS_VARLEN: tl.constexpr,
 ):
     """Sequence `i_n`: its batch row, its first token and first chunk in the storage, its length.
 
+    A packed sequence ends where the NT chunks end that there are states for, whatever the lists hold.
+
     Returns:
-        `(i_b, bos, length, boc)`, all int32: batch row (0 when packed), first token (`i_b * T` when dense),
-        tokens, first chunk (`i_b * NT` when dense).
+        `(i_b, bos, length, boc)`: batch row (0 when packed), first token (`i_b * T`, int64, when dense), tokens, first
+        chunk (`i_b * NT` when dense); the rest int32.
     """
     if IS_VARLEN:
         i_b = 0
-        bos = tl.load(cu_seqlens + i_n).to(tl.int32)
-        eos = tl.load(cu_seqlens + i_n + 1).to(tl.int32)
-        length = eos - bos
-        boc = tl.load(chunk_offsets + i_n).to(tl.int32)
+        bos, length = locate_tokens(i_n, cu_seqlens, T)
+        boc = load_bounded(chunk_offsets + i_n, 0, NT)
+        length = tl.minimum(length, (NT - boc) * BT)
     else:
         i_b = i_n
-        bos = i_n * T
+        bos = tl.cast(i_n, tl.int64) * T
         length = T
         boc = i_n * NT
     return i_b, bos, length, boc

@@ -10,10 +10,28 @@ Packed batches have B = 1; sequence n covers the tokens `cu_seqlens[n] .. cu_seq
 keeps three numbers apart: `T`, the total the host passes (a stride), `length`, the tokens of one sequence
 (a bound), and `bos`, the sequence's first token counted over the whole storage (a base). Token offsets
 inside a kernel (`i_t * BT + ...`) are relative to `bos`.
+
+Lists that describe a packed batch may have changed since the host saw them: through memory shared with numpy, by a
+custom kernel, in a graph's replay. Whatever they hold, each number read from one is brought into its bounds here, so
+that no kernel reads or writes beside its tensors.
 """
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def load_bounded(p_x, first, last):
+    """A number of a list, int32, no less than `first` and then no more than `last`."""
+    return tl.minimum(tl.maximum(tl.load(p_x).to(tl.int32), first), last)
+
+
+@triton.jit
+def locate_tokens(i_n, cu_seqlens, T):
+    """First token and number of tokens of sequence `i_n` of a packed batch, both int32; the first is always there."""
+    bos = load_bounded(cu_seqlens + i_n, 0, T)
+    eos = load_bounded(cu_seqlens + i_n + 1, bos, T)
+    return tl.minimum(bos, T - 1), eos - bos
 
 
 @triton.jit
@@ -23,28 +41,28 @@ def locate_chunk(
     chunk_indices,
     T,
     NT,
+    N,
+    BT: tl.constexpr,
     IS_VARLEN: tl.constexpr,
 ):
     """The chunk with running number `i_c`: its batch row, its number in the sequence, where that lies.
 
     Dense batches number their chunks `i_b * NT + i_t`; packed ones list them in `chunk_indices [NT, 2]` as
-    (sequence, chunk of the sequence).
+    (sequence, chunk of the sequence). A chunk that its sequence does not have begins where that ends: it has no token.
 
     Returns:
-        `(i_b, i_t, bos, length)`, all int32: batch row (0 when packed), chunk of the sequence, first token of
-        the sequence in the storage (`i_b * T` when dense), tokens of the sequence.
+        `(i_b, i_t, bos, length)`: batch row (0 when packed), chunk of the sequence, first token of the sequence in the
+        storage (`i_b * T`, int64, when dense), tokens of the sequence; the rest int32.
     """
     if IS_VARLEN:
-        i_n = tl.load(chunk_indices + i_c * 2).to(tl.int32)
-        i_t = tl.load(chunk_indices + i_c * 2 + 1).to(tl.int32)
-        bos = tl.load(cu_seqlens + i_n).to(tl.int32)
-        eos = tl.load(cu_seqlens + i_n + 1).to(tl.int32)
+        i_n = load_bounded(chunk_indices + i_c * 2, 0, N - 1)
+        bos, length = locate_tokens(i_n, cu_seqlens, T)
+        i_t = load_bounded(chunk_indices + i_c * 2 + 1, 0, tl.cdiv(length, BT))
         i_b = 0
-        length = eos - bos
     else:
         i_b = i_c // NT
         i_t = i_c % NT
-        bos = i_b * T
+        bos = tl.cast(i_b, tl.int64) * T
         length = T
     return i_b, i_t, bos, length
 
@@ -64,7 +82,7 @@ def time_axis_offset(
     batch row: 0 when dense, `cu_seqlens[n]` when packed.
     """
     if T_CONTIG:
-        offset = tl.cast(i_b * HV + i_h, tl.int64) * T + (bos - i_b * T)
+        offset = tl.cast(i_b * HV + i_h, tl.int64) * T + (bos - tl.cast(i_b, tl.int64) * T)
     else:
         offset = tl.cast(bos, tl.int64) * HV + i_h
     return offset
@@ -110,8 +128,8 @@ def clear_outside_rows(
     BLOCK: tl.constexpr,
 ):
     """Zero every token of a packed row-major output `[1, T, ROW]` that no sequence covers."""
-    clear_rows(p_out, 0, tl.load(cu_seqlens).to(tl.int32), ROW, BLOCK)
-    clear_rows(p_out, tl.load(cu_seqlens + N).to(tl.int32), T, ROW, BLOCK)
+    clear_rows(p_out, 0, load_bounded(cu_seqlens, 0, T), ROW, BLOCK)
+    clear_rows(p_out, load_bounded(cu_seqlens + N, 0, T), T, ROW, BLOCK)
 
 
 @triton.jit
@@ -147,8 +165,8 @@ def clear_outside_time_axis(
     BLOCK: tl.constexpr,
 ):
     """Zero every token of a packed time-axis output `[1, T, HV]` that no sequence covers, in either layout."""
-    clear_time_axis(p_out, 0, tl.load(cu_seqlens).to(tl.int32), T, HV, T_CONTIG, BLOCK)
-    clear_time_axis(p_out, tl.load(cu_seqlens + N).to(tl.int32), T, T, HV, T_CONTIG, BLOCK)
+    clear_time_axis(p_out, 0, load_bounded(cu_seqlens, 0, T), T, HV, T_CONTIG, BLOCK)
+    clear_time_axis(p_out, load_bounded(cu_seqlens + N, 0, T), T, T, HV, T_CONTIG, BLOCK)
 
 
 @triton.jit

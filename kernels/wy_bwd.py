@@ -161,7 +161,7 @@ def prepare_wy_repr_bwd_full(
     o_c = tl.arange(0, BT)
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
         i_h = i_task % H
-        i_b, i_t, bos, length = locate_chunk(i_task // H, cu_seqlens, chunk_indices, T, NT, IS_VARLEN)
+        i_b, i_t, bos, length = locate_chunk(i_task // H, cu_seqlens, chunk_indices, T, NT, N, BT, IS_VARLEN)
         first = tl.cast(bos + i_t * BT, tl.int64)
         m_t = i_t * BT + o_c < length
         p_k = k + (first * H + i_h) * K
