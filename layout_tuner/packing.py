@@ -2,6 +2,10 @@
 
 The number of chunks sizes outputs and grids, so making these lists reads `cu_seqlens` on the host once. A batch is
 packed once and used by every layer and by the backward, hence the memo by tensor.
+
+A write that torch does not see (through memory shared with numpy, by `.data`, by a custom kernel, in a graph's replay)
+leaves a tensor's version as it was. Starts on the host are therefore read at every call. Starts on a device are not:
+kernels bound what they read from lists, so that such a write costs results and no other memory.
 """
 
 from __future__ import annotations
@@ -17,10 +21,11 @@ from .errors import PackingError
 
 
 class _Chunks(NamedTuple):
-    """The lists of a packed batch, and the tensor and its version that they were made for."""
+    """The lists of a packed batch, and the tensor, its version and its values that they were made for."""
 
     of: weakref.ref[torch.Tensor]
-    version: int
+    version: tuple[int, int]
+    starts: torch.Tensor
     indices: torch.Tensor
     offsets: torch.Tensor
     last: int
@@ -59,8 +64,7 @@ def prepare_chunk_indices(
         `[NT, 2]`, the dtype and device of `cu_seqlens`; empty sequences own no chunk.
 
     Raises:
-        ValueError: Starts that are negative, that fall, or that pass `tokens`; kernels would write beside their
-            results.
+        ValueError: Starts that are negative, that fall, or that pass `tokens`, or other ones on the host.
     """
     indices, _, last = _prepared(cu_seqlens, chunk_size, cu_seqlens_cpu)
     if tokens is not None and last > tokens:
@@ -116,9 +120,20 @@ def prepare_chunk_offsets(
     return _prepared(cu_seqlens, chunk_size, cu_seqlens_cpu)[1]
 
 
-def _version(cu_seqlens: torch.Tensor) -> int:
-    """Changes whenever torch writes to a tensor."""
-    return 0 if cu_seqlens.is_inference() else cu_seqlens._version
+def written(tensor: torch.Tensor) -> object:
+    """Changes whenever a tensor is written to: the values themselves on the host, else what torch counts."""
+    return tensor.tolist() if _on_host(tensor) else _version(tensor)
+
+
+def _on_host(tensor: torch.Tensor) -> bool:
+    """Whether values can be read without waiting for a device; a traced tensor has none."""
+    return tensor.device.type == "cpu" and type(tensor) is torch.Tensor
+
+
+def _version(cu_seqlens: torch.Tensor) -> tuple[int, int]:
+    """Changes whenever torch writes to a tensor or gives it other memory, which a traced one does not have."""
+    address = cu_seqlens.data_ptr() if type(cu_seqlens) is torch.Tensor else 0
+    return (0 if cu_seqlens.is_inference() else cu_seqlens._version), address
 
 
 def _known(cu_seqlens: torch.Tensor, chunk_size: int) -> _Chunks | None:
@@ -130,16 +145,22 @@ def _known(cu_seqlens: torch.Tensor, chunk_size: int) -> _Chunks | None:
 
 
 def _remember(
-    cu_seqlens: torch.Tensor, version: int, chunk_size: int, indices: torch.Tensor, offsets: torch.Tensor, last: int
+    cu_seqlens: torch.Tensor,
+    version: tuple[int, int],
+    chunk_size: int,
+    starts: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    last: int,
 ) -> None:
     """Keep lists in place of those of an older version, until the tensor goes."""
     slot = id(cu_seqlens), chunk_size
     with _lock:
         found = _memo.get(slot)
-        if found is not None and found.of() is cu_seqlens and found.version > version:
+        if found is not None and found.of() is cu_seqlens and found.version[0] > version[0]:
             return  # another thread was here after the next write
         of = weakref.ref(cu_seqlens, lambda _: _memo.pop(slot, None))
-        _memo[slot] = _Chunks(of, version, indices, offsets, last)
+        _memo[slot] = _Chunks(of, version, starts, indices, offsets, last)
 
 
 def _prepared(
@@ -156,33 +177,55 @@ def _prepared(
         faults.append(f"chunk_size: wanted a number of at least 1, got {chunk_size!r}")
     if faults:
         raise TypeError("; ".join(faults))
+    if cu_seqlens_cpu is not None and (cu_seqlens_cpu.shape, cu_seqlens_cpu.device.type) != (cu_seqlens.shape, "cpu"):
+        raise PackingError(
+            f"cu_seqlens_cpu: wanted {list(cu_seqlens.shape)} as cu_seqlens on the CPU, got "
+            f"{list(cu_seqlens_cpu.shape)} on {cu_seqlens_cpu.device}"
+        )
     known = _known(cu_seqlens, chunk_size)
-    if known is not None:
+    on_host = _on_host(cu_seqlens)
+    if known is not None and not on_host and (cu_seqlens_cpu is None or _equal(cu_seqlens_cpu, known.starts)):
         return known.indices, known.offsets, known.last
     version = _version(cu_seqlens)  # before the values: a write in between makes these lists the older ones
-    starts = cu_seqlens_cpu if cu_seqlens_cpu is not None else cu_seqlens.cpu()
-    if starts.shape != cu_seqlens.shape:
-        raise PackingError(f"cu_seqlens_cpu: wanted {list(cu_seqlens.shape)} as cu_seqlens, got {list(starts.shape)}")
+    # What the host says of starts on a device is believed, unless something else was known of them.
+    read = cu_seqlens if cu_seqlens_cpu is None or on_host or known is not None else cu_seqlens_cpu
+    starts = torch.empty(read.shape, dtype=torch.int64, device="cpu").copy_(read)
     if starts.ndim != 1 or len(starts) < 1:
         raise PackingError(f"cu_seqlens: wanted starts [N + 1], got {list(starts.shape)}")
+    if cu_seqlens_cpu is not None and not _equal(cu_seqlens_cpu, starts):
+        raise PackingError(
+            f"cu_seqlens_cpu: wanted the values of cu_seqlens, {_shown(starts)}, got {_shown(cu_seqlens_cpu)}"
+        )
     if int(starts[0]) < 0 or bool((starts.diff() < 0).any()):
-        raise PackingError(f"cu_seqlens: wanted starts from 0 that never fall, got {starts.tolist()[:16]}")
+        raise PackingError(f"cu_seqlens: wanted starts from 0 that never fall, got {_shown(starts)}")
     last = int(starts[-1])
     counts = (starts.diff() + chunk_size - 1) // chunk_size
-    sequence = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    offsets = torch.nn.functional.pad(counts.long().cumsum(0), (1, 0))
-    within = torch.arange(len(sequence)) - offsets[sequence]
-    device = cu_seqlens.device
-    indices = torch.stack([sequence, within], dim=1).to(cu_seqlens.dtype).to(device)
-    device_offsets = offsets.to(device)
-    if not cu_seqlens.is_inference():  # those are written to without a trace
-        _remember(cu_seqlens, version, chunk_size, indices, device_offsets, last)
-    return indices, device_offsets, last
+    sequence = torch.arange(len(counts), device="cpu").repeat_interleave(counts)
+    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    within = torch.arange(len(sequence), device="cpu") - offsets[sequence]
+    indices = torch.stack([sequence, within], dim=1).to(cu_seqlens.dtype)
+    if known is not None and on_host and torch.equal(known.indices, indices) and torch.equal(known.offsets, offsets):
+        return known.indices, known.offsets, last
+    indices, offsets = indices.to(cu_seqlens.device), offsets.to(cu_seqlens.device)
+    if on_host or not cu_seqlens.is_inference():  # on a device those are written to without a trace
+        _remember(cu_seqlens, version, chunk_size, starts, indices, offsets, last)
+    return indices, offsets, last
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two lists on the host hold the same numbers, in whatever dtype."""
+    return one.shape == other.shape and torch.equal(one.long(), other.long())
+
+
+def _shown(starts: torch.Tensor) -> list[int]:
+    """As many starts as a message holds."""
+    shown: list[int] = starts[:16].tolist()
+    return shown
 
 
 def stand_in(cu_seqlens: torch.Tensor, chunk_size: int) -> torch.Tensor:
     """Chunks of sequence starts that have no values, while a compiler traces: no result depends on their number."""
     indices = cu_seqlens.new_empty((1, 2))
     offsets = cu_seqlens.new_empty(cu_seqlens.shape, dtype=torch.int64)
-    _remember(cu_seqlens, _version(cu_seqlens), chunk_size, indices, offsets, 0)
+    _remember(cu_seqlens, _version(cu_seqlens), chunk_size, cu_seqlens, indices, offsets, 0)
     return indices

@@ -1,14 +1,38 @@
-"""The address helpers alone, at sizes whose tensors no machine here could hold."""
+"""Addresses at sizes whose tensors no machine here could hold: the helper's, and those that every kernel forms."""
 
+import accesses
 import pytest
 import torch
+from cases import standard_forms
 from layout_tuner.kernels import probe
 
 from layout_tuner import device as devices
+from layout_tuner import launcher, ops, registry
+from layout_tuner.inputs import given
+from layout_tuner.keys import Key, parse_form
+from layout_tuner.launcher import LaunchRecord
+from layout_tuner.layouts import Layout, relayout
+from layout_tuner.prepare import Prepared
+from layout_tuner.registry import Call, Candidate, OpSpec, Problem
+
+assert ops, "importing the ops registers them"
 
 # (batch row, first token over the whole storage, head, tokens of a row): each product passes 2 ** 31.
 FAR = [(64, 64 * 2**20, 31, 2**20), (70_000, 70_000 * 1024, 5, 1024), (0, 2**30, 63, 2**30 + 5)]
 HV = 64
+
+# Elements of a time-axis tensor lie between 2 ** 31 and 2 ** 32, where a product of 32 bits is negative: through many
+# tokens of a row, and through many rows. The third has so many tokens in all, which only gates alone can have.
+LONG = {"B": 1, "T": 3 << 24, "H": 2, "HV": 64, "K": 16, "V": 16}
+MANY = {"B": 3 << 14, "T": 1024, "H": 2, "HV": 64, "K": 16, "V": 16}
+MORE = {"B": 3 << 21, "T": 512, "H": 1, "HV": 2, "K": 16, "V": 16}
+SPECS = [registry.lookup(name) for name in registry.names()]
+FAR_CASES = [
+    pytest.param(spec, sizes, id=f"{spec.name}-{name}")
+    for spec in SPECS
+    for name, sizes in (("long", LONG), ("many", MANY), ("more", MORE))
+    if sizes is not MORE or all(operand.dims in ("B T HV", "HV") for operand in spec.operands)
+]
 
 
 @pytest.mark.parametrize(("i_b", "bos", "i_h", "T"), FAR)
@@ -19,6 +43,60 @@ def test_offsets_beyond_32_bits(i_b: int, bos: int, i_h: int, T: int, t_contig: 
     wanted = (i_b * HV + i_h) * T + (bos - i_b * T) if t_contig else bos * HV + i_h
     assert wanted > 2**31
     assert found.tolist() == [wanted, 1 if t_contig else HV]
+
+
+def without_memory(spec: OpSpec, key: Key) -> Call:
+    """Arguments of a key, of which there are shapes and strides alone."""
+    form = parse_form(key.form)
+    BT = form.integer("BT", 64)
+    sizes = {name: getattr(key, name) for name in registry.SIZES}
+    sizes |= {"BT": BT, "NT": -(-key.T // BT), "N": key.B}
+    tensors: list[torch.Tensor | None] = []
+    for operand in spec.operands:
+        if not given(operand, form):
+            tensors.append(None)
+            continue
+        dims = operand.shape_symbols(form.flag("state_v_first"))
+        dtype = getattr(torch, form.dtype(operand.name) or key.dtype)
+        tensor = torch.empty([sizes[symbol] for symbol in dims], dtype=dtype, device="meta")
+        arrives = form.arrival(operand.name) if operand.time_axis else None
+        tensors.append(relayout(tensor, Layout.T_CONTIG) if arrives is Layout.T_CONTIG else tensor)
+    return Call(tensors=tuple(tensors), options=(), scalars=(None,) * len(spec.scalars))
+
+
+def launches(spec: OpSpec, key: Key, candidate: Candidate) -> list[LaunchRecord]:
+    """What a candidate launches."""
+    call = without_memory(spec, key)
+    problem = Problem(key=key, chip=devices.chip(torch.device("cpu")))
+    prepared = Prepared(spec, problem, candidate, call)
+    with launcher.recording() as records:
+        prepared(call.tensors, call.scalars, None, None)
+    return records
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="watches the interpreter's loads and stores")
+@pytest.mark.parametrize(("spec", "sizes"), FAR_CASES)
+def test_every_kernel_reaches_the_ends_of_tensors_of_4_billion_elements(
+    spec: OpSpec, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first and the last task touch the first and the last element of all that they read and write."""
+    key = spec.key_for(sizes, dtype="float32", form=max(standard_forms(spec), key=len), varlen=False)
+    far = 0
+    seen: set[str] = set()
+    for candidate in spec.candidates(key):
+        for record in launches(spec, key, candidate):
+            # A kernel of the chain differs from that of another candidate in its constants alone.
+            same = f"{record.kernel.__name__} {sorted(record.constants.items())}"
+            if same in seen:
+                continue
+            seen.add(same)
+            for name, (first, last, size) in accesses.reached(record, monkeypatch).items():
+                where = f"{candidate.id}: {record.kernel.__name__}: {name}"
+                assert first >= 0 and last <= size, f"{where}: bytes {first} to {last} of {size}"
+                if size > 2**33:  # 2 ** 31 elements of fp32 and more
+                    far += 1
+                    assert (first, last) == (0, size), f"{where}: bytes {first} to {last} of {size}"
+    assert far
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU multiplies for itself")

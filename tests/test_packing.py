@@ -4,8 +4,10 @@ import gc
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy
 import pytest
 import torch
 
@@ -109,11 +111,11 @@ def test_a_reused_buffer_is_remembered_once_for_a_chunk_size() -> None:
 
 def test_lists_of_an_older_version_never_replace_newer_ones() -> None:
     starts = torch.tensor([0, 8])
-    older = starts._version
+    older = packing._version(starts)
     late = ops.prepare_chunk_indices(starts, 8)
     starts.copy_(torch.tensor([0, 16]))
     newest = ops.prepare_chunk_indices(starts, 8)
-    packing._remember(starts, older, 8, late, late, 8)
+    packing._remember(starts, older, 8, starts.clone(), late, late, 8)
     assert ops.prepare_chunk_indices(starts, 8) is newest
     assert newest.tolist() == [[0, 0], [0, 1]]
 
@@ -129,3 +131,69 @@ def test_threads_read_the_lists_of_the_newest_version() -> None:
             starts.copy_(torch.tensor([0, 8 * count]))
             assert set(pool.map(chunks, range(16))) == {count}
     assert entries(starts) == 1
+
+
+def written_by_numpy(starts: torch.Tensor) -> None:
+    starts.numpy()[1] = 16
+
+
+def written_as_data(starts: torch.Tensor) -> None:
+    starts.data[1] = 16
+
+
+def given_other_memory(starts: torch.Tensor) -> None:
+    starts.data = torch.tensor([0, 16, 96])
+
+
+UNSEEN = [written_by_numpy, written_as_data, given_other_memory]
+
+
+@pytest.mark.parametrize("write", UNSEEN)
+def test_starts_on_the_host_are_those_of_now_whatever_torch_saw(write: Callable[[torch.Tensor], None]) -> None:
+    starts = torch.from_numpy(numpy.array([0, 64, 96]))
+    before = ops.prepare_chunk_indices(starts, 16)
+    assert ops.prepare_chunk_indices(starts, 16) is before
+    write(starts)
+    assert (ops.prepare_chunk_indices(starts, 16)[:, 0] == 0).sum() == 1
+    assert packing.prepare_chunk_offsets(starts, 16).tolist() == [0, 1, 6]
+    with pytest.raises(ValueError, match="of other sequences"):
+        packing.chunks_of(starts, before, 16, 96)
+
+
+def test_a_list_that_somebody_wrote_to_is_made_anew() -> None:
+    starts = torch.tensor([0, 64, 96])
+    ops.prepare_chunk_indices(starts, 16).numpy()[:] = 1000
+    assert ops.prepare_chunk_indices(starts, 16).max() == 3
+
+
+@pytest.mark.parametrize("remembered", [False, True])
+def test_two_accounts_of_starts_on_the_host_are_compared(remembered: bool) -> None:
+    starts = torch.tensor([0, 16, 96])
+    if remembered:
+        ops.prepare_chunk_indices(starts, 16)
+    with pytest.raises(
+        ValueError, match=r"cu_seqlens_cpu: wanted the values of cu_seqlens, \[0, 16, 96\], got \[0, 64, 96\]"
+    ):
+        ops.prepare_chunk_indices(starts, 16, torch.tensor([0, 64, 96], dtype=torch.int32))
+    assert len(ops.prepare_chunk_indices(starts, 16, starts.int())) == 6
+
+
+def small_call(starts: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 96, 1, 16) for _ in range(3))
+    g, beta = -torch.rand(1, 96, 1), torch.rand(1, 96, 1)
+    return ops.chunk_gated_delta_rule(q, k, v.requires_grad_(), g, beta, cu_seqlens=starts, **more)[0]
+
+
+def test_a_call_follows_starts_that_numpy_wrote_and_a_backward_refuses_them(device: torch.device) -> None:
+    if device.type != "cpu":
+        pytest.skip("starts are on the host where kernels are interpreted")
+    memory = numpy.array([0, 64, 96])
+    starts = torch.from_numpy(memory)
+    first = small_call(starts)
+    memory[1] = 16
+    assert torch.equal(small_call(starts), small_call(torch.tensor([0, 16, 96])))
+    with pytest.raises(RuntimeError, match="hand over a copy"):
+        first.sum().backward()
+    with pytest.raises(ValueError, match="cu_seqlens_cpu: wanted the values of cu_seqlens"):
+        small_call(starts, cu_seqlens_cpu=torch.tensor([0, 64, 96]))

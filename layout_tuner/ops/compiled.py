@@ -25,7 +25,7 @@ from .. import device as devices
 from .. import launcher, layouts, registry, router
 from ..keys import Key
 from ..layouts import Layout
-from ..packing import chunks_of, prepare_chunk_indices, stand_in
+from ..packing import chunks_of, stand_in
 from ..prepare import present
 from ..registry import Call, Candidate, Launch, OpSpec, Problem, Value
 from . import gated_delta_rule
@@ -107,12 +107,12 @@ class Bound:
     BT: int
 
     def chunks(
-        self, cu_seqlens: Tensor | None, chunk_indices: Tensor | None, cu_seqlens_cpu: Tensor | None = None
+        self, cu_seqlens: Tensor | None, chunk_indices: Tensor | None, tokens: int, cu_seqlens_cpu: Tensor | None = None
     ) -> Tensor | None:
         """The chunks of a packed batch, as the caller gave them or made from its sequence starts."""
-        if cu_seqlens is None or chunk_indices is not None:
-            return chunk_indices
-        return prepare_chunk_indices(cu_seqlens, self.BT, cu_seqlens_cpu)
+        if cu_seqlens is None:
+            return None
+        return chunks_of(cu_seqlens, chunk_indices, self.BT, tokens, cu_seqlens_cpu)
 
     def assumed_chunks(self, cu_seqlens: Tensor | None) -> Tensor | None:
         """The same for sequence starts without values."""
@@ -186,7 +186,7 @@ def dv_local_op(
     """A traced `chunk_bwd_dv_local`."""
     what = bound(said)
     gate = None if g is None else layouts.relayout(g, what.candidate.plan["g"])
-    chunks = None if cu_seqlens is None else chunks_of(cu_seqlens, chunk_indices, what.BT, q.shape[1])
+    chunks = what.chunks(cu_seqlens, chunk_indices, q.shape[1])
     with devices.guard(what.device):
         (dv,) = what.launch(rows(q), rows(k), rows(do), gate, rows(g_gamma), rows(A), scale, cu_seqlens, chunks)
     return present(dv)
@@ -320,7 +320,7 @@ def chain_op(
     what, chain = chain_of(said)
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     with torch.autocast(q.device.type, enabled=False), devices.guard(what.device):
-        chunks = what.chunks(cu_seqlens, chunk_indices, cu_seqlens_cpu)
+        chunks = what.chunks(cu_seqlens, chunk_indices, q.shape[1], cu_seqlens_cpu)
         o, final_state, saved = chain.forward(Inputs._make(arranged(what, inputs)), scale, cu_seqlens, chunks)
         results = [o, q.new_empty(0) if final_state is None else final_state]
         return [*results, *kept(chain, saved, inputs)] if chain.grad else results
@@ -366,7 +366,8 @@ def chain_bwd_op(
     """Gradients of the inputs of a traced call; an empty tensor for each that is not wanted."""
     what, _ = chain_of(said)
     with torch.autocast(what.device.type, enabled=False), devices.guard(what.device):
-        chunks = what.chunks(cu_seqlens, chunk_indices, cu_seqlens_cpu)
+        tokens = present(saved[Saved._fields.index("v")]).shape[1]
+        chunks = what.chunks(cu_seqlens, chunk_indices, tokens, cu_seqlens_cpu)
         return gradients(said, saved, do, dht, cu_seqlens, chunks, scale, wanted)
 
 

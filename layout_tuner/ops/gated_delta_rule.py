@@ -19,7 +19,7 @@ from .. import layouts, reference, registry, router
 from ..errors import UnsupportedProblemError
 from ..keys import form_text
 from ..layouts import Layout, LayoutPlan
-from ..packing import chunks_of
+from ..packing import chunks_of, written
 from ..registry import Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
 from .activations import BetaGate, RowNorm
 from .replay import Replayed
@@ -73,7 +73,8 @@ def chunk_gated_delta_rule(
         cu_seqlens: Sequence starts of a packed batch `[N + 1]`, int32 or int64; needs B == 1.
         cu_seqlens_cpu: The same on the host, where the caller has them: nothing waits for the device then.
         chunk_indices: `prepare_chunk_indices(cu_seqlens, chunk_size)`, where the caller has it; on a device it is
-            compared with what is known of `cu_seqlens` on the host, and trusted beyond that.
+            compared with what is known of `cu_seqlens` on the host. Beyond that a wrong one costs results, never
+            memory: kernels bound what they read from it.
         cp_context: Has to be None: context parallelism is not served.
         use_gate_in_kernel: The gate is `-exp(A_log) * softplus(g + dt_bias)`.
         A_log: `[HV]`, any shape of HV elements.
@@ -200,12 +201,9 @@ class _Call(NamedTuple):
     chunk_indices: Tensor | None
     kind: str
 
-    def versions(self) -> list[int]:
-        """How often torch wrote to what describes a packed batch; an inference tensor does not count."""
-        if self.cu_seqlens is None:
-            return []
-        packing = (self.cu_seqlens, self.chunk_indices)
-        return [tensor._version for tensor in packing if tensor is not None and not tensor.is_inference()]
+    def versions(self) -> list[object]:
+        """What changes when what describes a packed batch is written to."""
+        return [written(tensor) for tensor in (self.cu_seqlens, self.chunk_indices) if tensor is not None]
 
 
 class Inputs(NamedTuple):
