@@ -100,7 +100,7 @@ def measure_rates(device: torch.device, timer: EventTimer) -> Rates:
     target = torch.empty_like(source)
     copy_us = median_us(functools.partial(target.copy_, source), timer, rounds=5)
     del source, target
-    a, b = (torch.randn(8192, 8192, device=device).bfloat16() for _ in range(2))
+    a, b = (torch.randn(8192, 8192, dtype=torch.float32, device=device).bfloat16() for _ in range(2))
     product_us = median_us(lambda: a @ b, timer, rounds=5)
     return Rates(bytes_s=2 * (1 << 30) / copy_us * 1e6, flops_s=2 * 8192**3 / product_us * 1e6)
 
@@ -177,7 +177,7 @@ def chain_arguments(shape: tuple[int, ...], device: torch.device) -> dict[str, t
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*sizes: int) -> torch.Tensor:
-        return torch.randn(*sizes, device=device, generator=generator)
+        return torch.randn(*sizes, dtype=torch.float32, device=device, generator=generator)
 
     q, k = (torch.nn.functional.normalize(normal(B, T, H, K), dim=-1).bfloat16() for _ in range(2))
     made = {

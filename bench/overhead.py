@@ -81,7 +81,7 @@ def inputs(device: str, dtype: torch.dtype, B: int, T: int, H: int, HV: int, K: 
     """Inputs of `chunk_bwd_dv_local`."""
     made = {"q": (B, T, H, K), "k": (B, T, H, K), "do": (B, T, HV, V)}
     tensors = {name: torch.randn(shape, device=device, dtype=dtype) for name, shape in made.items()}
-    return {**tensors, "g": torch.full((B, T, HV), -0.01, device=device).cumsum(1)}
+    return {**tensors, "g": torch.full((B, T, HV), -0.01, dtype=torch.float32, device=device).cumsum(1)}
 
 
 # -- the router, with the launch stubbed -----------------------------------------------------------------------
@@ -90,7 +90,7 @@ def inputs(device: str, dtype: torch.dtype, B: int, T: int, H: int, HV: int, K: 
 @contextmanager
 def stubbed_launch() -> Iterator[Launch]:
     """`chunk_bwd_dv_local` with a launch that does nothing and allocates nothing."""
-    results = (torch.empty(0),)
+    results = (torch.empty(0, dtype=torch.float32, device="cpu"),)
 
     def launch(*_: object) -> tuple[torch.Tensor]:
         return results
@@ -338,12 +338,15 @@ def step(
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """Forward and backward of the chain, and the forward alone."""
     torch.manual_seed(0)
-    q, k = (torch.nn.functional.normalize(torch.randn(B, T, H, K, device=device), dim=-1) for _ in range(2))
-    v = torch.randn(B, T, HV, V, device=device)
+    q, k = (
+        torch.nn.functional.normalize(torch.randn(B, T, H, K, dtype=torch.float32, device=device), dim=-1)
+        for _ in range(2)
+    )
+    v = torch.randn(B, T, HV, V, dtype=torch.float32, device=device)
     leaves = [x.bfloat16().requires_grad_() for x in (q, k, v)]
     leaves += [
-        torch.rand(B, T, HV, device=device).log().requires_grad_(),
-        torch.rand(B, T, HV, device=device).requires_grad_(),
+        torch.rand(B, T, HV, dtype=torch.float32, device=device).log().requires_grad_(),
+        torch.rand(B, T, HV, dtype=torch.float32, device=device).requires_grad_(),
     ]
     do = torch.randn(B, T, HV, V, device=device, dtype=torch.bfloat16)
 

@@ -258,9 +258,9 @@ def interpreter_dot_is_right() -> bool:
     from layout_tuner.kernels import probe
 
     widen_interpreter_dot()
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(16, 16, generator=generator).to(torch.bfloat16) for _ in range(2))
-    product = torch.full((16, 16), float("nan"))
+    generator = torch.Generator("cpu").manual_seed(0)
+    a, b = (torch.randn(16, 16, generator=generator, dtype=torch.float32, device="cpu").bfloat16() for _ in range(2))
+    product = torch.full((16, 16), float("nan"), dtype=torch.float32, device="cpu")
     with interpreter_lock:
         probe.dot_probe[(1,)](a, b, product, N=16)
     wanted = a.float() @ b.float()

@@ -185,12 +185,14 @@ def guard(operands: Operands) -> Check | None:
 @functools.cache
 def guards_work() -> bool:
     """Whether this torch has guards that see every fact of a call; they are not public, so they are tried."""
-    one, like, beside = (torch.empty(shape, device="cpu") for shape in ((2, 3, 4), (2, 3, 4), (2,)))
+    one, like, beside = (
+        torch.empty(shape, dtype=torch.float32, device="cpu") for shape in ((2, 3, 4), (2, 3, 4), (2,))
+    )
     others: list[object] = [
-        torch.empty((2, 4, 4), device="cpu"),
+        torch.empty((2, 4, 4), dtype=torch.float32, device="cpu"),
         torch.empty((2, 3, 4), device="cpu", dtype=torch.int32),
-        torch.empty((2, 3, 4), device="meta"),
-        torch.empty((2, 4, 3), device="cpu").transpose(1, 2),
+        torch.empty((2, 3, 4), dtype=torch.float32, device="meta"),
+        torch.empty((2, 4, 3), dtype=torch.float32, device="cpu").transpose(1, 2),
         None,
         [],
     ]

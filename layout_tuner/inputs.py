@@ -28,8 +28,8 @@ def sequence_starts(T: int, generator: torch.Generator) -> torch.Tensor:
     Returns:
         `cu_seqlens [N + 1]`, int32, on the CPU, from 0 to T.
     """
-    inner = torch.randint(0, T + 1, (max(1, T // 256),), generator=generator)
-    edges = torch.cat([torch.tensor([0, T]), inner])
+    inner = torch.randint(0, T + 1, (max(1, T // 256),), generator=generator, device="cpu")
+    edges = torch.cat([torch.tensor([0, T], device="cpu"), inner])
     return edges.sort().values.to(torch.int32)
 
 
@@ -53,7 +53,7 @@ class Drawing:
         self.BT = form.integer("BT", 64)
         self.T = key.T
         if key.varlen and cu_seqlens is None:
-            cu_seqlens = sequence_starts(key.T, torch.Generator().manual_seed(number))
+            cu_seqlens = sequence_starts(key.T, torch.Generator("cpu").manual_seed(number))
         self.cu_seqlens = cu_seqlens
         self.chunks = chunk_starts(self.cu_seqlens, key.T, self.BT)
 
@@ -65,7 +65,7 @@ class Drawing:
 
     def normal(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Standard normal values."""
-        return torch.randn(shape, generator=self.generator, device=self.device)
+        return torch.randn(shape, generator=self.generator, dtype=torch.float32, device=self.device)
 
     def unit(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Rows of length 1, as queries and keys are after l2 normalisation."""
@@ -85,7 +85,7 @@ class Drawing:
 
     def rate(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Base-2 decay a token, negative and small."""
-        return -torch.rand(shape, generator=self.generator, device=self.device) / 16
+        return -torch.rand(shape, generator=self.generator, dtype=torch.float32, device=self.device) / 16
 
     def strength(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Values between 0 and 1, as `beta` after its sigmoid."""
@@ -110,9 +110,9 @@ class Drawing:
     def _triangle(self, shape: tuple[int, ...], unit_diagonal: bool) -> torch.Tensor:
         values = self.small(shape)
         columns = torch.arange(shape[-1], device=self.device)
-        row = torch.zeros(shape[1], dtype=torch.long)
+        row = torch.zeros(shape[1], dtype=torch.long, device="cpu")
         for first, last in self.chunks:
-            row[first:last] = torch.arange(last - first)
+            row[first:last] = torch.arange(last - first, device="cpu")
         row = row.to(self.device)
         below = (columns[None, :] < row[:, None])[None, :, None, :]
         values = torch.where(below, values, 0.0)

@@ -32,7 +32,7 @@ def experiment_for(
     spec: OpSpec, key: Key, device: torch.device, cu_seqlens: tuple[int, ...] = CU_SEQLENS, seed: int = 0
 ) -> Experiment:
     """A key's candidates on arguments whose memory ends in NaN, so that an overrun shows."""
-    starts = torch.tensor(cu_seqlens, dtype=torch.int32) if key.varlen else None
+    starts = torch.tensor(cu_seqlens, dtype=torch.int32, device="cpu") if key.varlen else None
     call = inputs.synthesize(spec, key, device, seed, starts)
     tensors = tuple(None if tensor is None else inputs.poisoned(tensor) for tensor in call.tensors)
     return Experiment(spec, key, device, replace(call, tensors=tensors))
