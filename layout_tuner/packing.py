@@ -127,7 +127,7 @@ def written(tensor: torch.Tensor) -> object:
 
 def _on_host(tensor: torch.Tensor) -> bool:
     """Whether values can be read without waiting for a device; a traced tensor has none."""
-    return tensor.device.type == "cpu" and type(tensor) is torch.Tensor
+    return type(tensor) is torch.Tensor and tensor.is_cpu
 
 
 def _version(cu_seqlens: torch.Tensor) -> tuple[int, int]:
@@ -159,7 +159,8 @@ def _remember(
         found = _memo.get(slot)
         if found is not None and found.of() is cu_seqlens and found.version[0] > version[0]:
             return  # another thread was here after the next write
-        of = weakref.ref(cu_seqlens, lambda _: _memo.pop(slot, None))
+        memo = _memo  # a module's names are gone before its last tensors are
+        of = weakref.ref(cu_seqlens, lambda _: memo.pop(slot, None))
         _memo[slot] = _Chunks(of, version, starts, indices, offsets, last)
 
 
@@ -167,6 +168,9 @@ def _prepared(
     cu_seqlens: torch.Tensor, chunk_size: int, cu_seqlens_cpu: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Both lists and where the last sequence ends, remembered while the tensor lives and torch does not write to it."""
+    known = _known(cu_seqlens, chunk_size) if type(chunk_size) is int else None
+    if known is not None and cu_seqlens_cpu is None and not _on_host(cu_seqlens):
+        return known.indices, known.offsets, known.last  # a hit
     named = {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu}
     faults = [
         f"{name}: wanted a tensor, got {type(x).__name__}"
@@ -182,9 +186,8 @@ def _prepared(
             f"cu_seqlens_cpu: wanted {list(cu_seqlens.shape)} as cu_seqlens on the CPU, got "
             f"{list(cu_seqlens_cpu.shape)} on {cu_seqlens_cpu.device}"
         )
-    known = _known(cu_seqlens, chunk_size)
     on_host = _on_host(cu_seqlens)
-    if known is not None and not on_host and (cu_seqlens_cpu is None or _equal(cu_seqlens_cpu, known.starts)):
+    if known is not None and not on_host and cu_seqlens_cpu is not None and _equal(cu_seqlens_cpu, known.starts):
         return known.indices, known.offsets, known.last
     version = _version(cu_seqlens)  # before the values: a write in between makes these lists the older ones
     # What the host says of starts on a device is believed, unless something else was known of them.
