@@ -17,9 +17,9 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
@@ -49,6 +49,8 @@ from .watchdog import FamilyLock
 log = logging.getLogger(__name__)
 
 Policy = Literal["tune", "default", "error"]
+
+R = TypeVar("R")
 
 MOST_SIGNATURES = 4096
 
@@ -341,14 +343,23 @@ class Router:
         except TypeError:  # a shape that cannot be hashed, which the check will name
             known = None
         if known is not None:
-            results = known.run(tensors, options, scalars, cu_seqlens, chunk_indices)
+            try:
+                results = known.run(tensors, options, scalars, cu_seqlens, chunk_indices)
+            except Exception as error:
+                place = known.signature, known.prepared
+                return self.rescued(spec, place, tensors, options, scalars, cu_seqlens, chunk_indices, error)
             if results is not None:
                 self.prepared.last[spec] = known
                 return results
         found, prepared = self.lookup(spec, tensors, options, scalars, cu_seqlens, chunk_indices)
         numbers = as_floats(spec, scalars)
         if prepared.proven:
-            return prepared(tensors, numbers, cu_seqlens, chunk_indices)
+            try:
+                return prepared(tensors, numbers, cu_seqlens, chunk_indices)
+            except Exception as error:
+                return self.rescued(
+                    spec, (found, prepared), tensors, options, scalars, cu_seqlens, chunk_indices, error
+                )
         failed: list[Candidate] = []
         while True:
             try:
@@ -360,6 +371,62 @@ class Router:
                 prepared = self.recover(spec, found, arguments, prepared, error, failed[:-1])
         prepared.proven = True
         return results
+
+    def rescue(
+        self,
+        spec: OpSpec,
+        signature: Signature,
+        call: Call,
+        failed: Prepared,
+        error: Exception,
+        run: Callable[[Prepared], R],
+    ) -> R:
+        """Run the default for a candidate that ran before and raises now, and keep it where that helped.
+
+        What the default cannot run either is the fault of the call or of the device. What ends for want of memory
+        once may have it the next time, so the candidate is kept.
+
+        Args:
+            spec: The op.
+            signature: Of the call.
+            call: Its arguments.
+            failed: What failed.
+            error: How.
+            run: Runs the call.
+
+        Raises:
+            Exception: `error` itself, where the default does not run either.
+        """
+        key, device = spec.key(call), present(call).device
+        default = spec.default(key, devices.chip(device))
+        if isinstance(error, PackingError) or failed.candidate == default:
+            raise error
+        try:
+            results = run(self.prepare(spec, key, device, default, call))
+        except Exception:
+            raise error from None
+        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            self.recover(spec, signature, call, failed, error)
+        return results
+
+    def rescued(
+        self,
+        spec: OpSpec,
+        known: tuple[Signature, Prepared],
+        tensors: tuple[torch.Tensor | None, ...],
+        options: tuple[Value, ...],
+        scalars: Scalars,
+        cu_seqlens: torch.Tensor | None,
+        chunk_indices: torch.Tensor | None,
+        error: Exception,
+    ) -> Outputs:
+        """`rescue` for a call of one op."""
+
+        def run(prepared: Prepared) -> Outputs:
+            return prepared(tensors, as_floats(spec, scalars), cu_seqlens, chunk_indices)
+
+        call = Call(tensors=tensors, options=options, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices)
+        return self.rescue(spec, known[0], call, known[1], error, run)
 
     def problem(self, key: Key, device: torch.device) -> Problem:
         """A key on a device, with the variants stored for the ops it may be made of."""
@@ -705,6 +772,14 @@ def push(router: Router) -> int:
     return ticket
 
 
+def rest() -> None:
+    """Close the stores of all entries but the newest: they open again where they are used again."""
+    with _stack_lock:
+        older = [router for router in _entries.values() if router is not _current]
+    for router in older:
+        router.close()
+
+
 def holds(ticket: int | None) -> bool:
     """Whether an entry is still in the stack."""
     return ticket in _entries
@@ -794,11 +869,15 @@ def call(
 ) -> Outputs:
     """Run an op. A chosen candidate that fails to launch is put aside and the default runs in its place."""
     try:
-        run = _last[spec].run
+        known = _last[spec]
     except KeyError:  # left before anything runs: an error of the call is no consequence of this one
         results = None
     else:
-        results = run(tensors, options, scalars, cu_seqlens, chunk_indices)
+        try:
+            results = known.run(tensors, options, scalars, cu_seqlens, chunk_indices)
+        except Exception as error:
+            place = known.signature, known.prepared
+            return _current.rescued(spec, place, tensors, options, scalars, cu_seqlens, chunk_indices, error)
     if results is None:
         return _current.run(spec, tensors, options, scalars, cu_seqlens, chunk_indices)
     return results
