@@ -175,7 +175,8 @@ def _prepared(
     device = cu_seqlens.device
     indices = torch.stack([sequence, within], dim=1).to(cu_seqlens.dtype).to(device)
     device_offsets = offsets.to(device)
-    if not cu_seqlens.is_inference():  # those are written to without a trace
+    # Inference tensors are written to without a trace; what a mode of torch's made may have no values.
+    if not cu_seqlens.is_inference() and not torch._C._len_torch_dispatch_stack():
         _remember(cu_seqlens, version, chunk_size, indices, device_offsets, last)
     return indices, device_offsets, last
 

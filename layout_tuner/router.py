@@ -26,7 +26,7 @@ import torch
 from layout_tuner.cache.layers import LayeredStore, Resolution, open_layers
 from layout_tuner.cache.records import MAX_REASON, DecisionRecord, MeasurementRecord
 
-from . import counters, forcing
+from . import counters, forcing, watched
 from . import device as devices
 from .config import Config
 from .counters import UNROUTED, Tallies, Tally, count_tuning, saved_us
@@ -340,7 +340,10 @@ class Router:
         """Run a call that differs from the last one of its op, or has numbers that are no floats."""
         try:
             known = self.prepared.by_shape.get((spec, getattr(tensors[0], "shape", None)))
-        except TypeError:  # a shape that cannot be hashed, which the check will name
+        except (
+            TypeError,
+            RuntimeError,
+        ):  # a shape that cannot be hashed, or a nested tensor, which the check will name
             known = None
         if known is not None:
             try:
@@ -351,6 +354,8 @@ class Router:
             if results is not None:
                 self.prepared.last[spec] = known
                 return results
+        if elsewhere is not None and not watched.in_memory(*tensors, cu_seqlens, chunk_indices):
+            return elsewhere(spec, tensors, options, scalars, cu_seqlens, chunk_indices)
         found, prepared = self.lookup(spec, tensors, options, scalars, cu_seqlens, chunk_indices)
         numbers = as_floats(spec, scalars)
         if prepared.proven:
@@ -494,7 +499,7 @@ class Router:
                 log.info("%s: %s, %s", key, choice.candidate.id, choice.source)
             else:
                 choice = self.missed(spec, key, device, default, tracing=tracing)
-            if choice.frozen:
+            if choice.frozen and not tracing and not watched.faking():
                 self.choices[key, where.id] = choice
             return choice
 
@@ -553,7 +558,7 @@ class Router:
         place = (key, environment(device).id)
         if place in self._passed_over and in_backward():
             return stand_in(default, "the call that a checkpoint repeats took it", frozen=False)
-        if tracing or devices.capturing(device):
+        if tracing or watched.faking() or devices.capturing(device):
             self.say(key, "a graph is being captured or traced: running %s untuned", default.id)
             return self.pass_over(place, default, "a graph was being captured or traced")
         if self.too_many(spec):
@@ -750,6 +755,8 @@ def present(call: Call) -> torch.Tensor:
 # -- the stack of `enable` entries -----------------------------------------------------------------------------
 
 _DEFAULT = Router(Config(), tuning=False)
+# Runs calls on tensors that are not in memory, or that torch transforms or watches; what makes operators sets it.
+elsewhere: Callable[..., Outputs] | None = None
 _current: Router = _DEFAULT
 _last = _DEFAULT.prepared.last  # the current router's; one look-up less at every call
 _entries: dict[int, Router] = {}
@@ -844,6 +851,9 @@ def find(
     if known is not None and known.fits(tensors, options, cu_seqlens, chunk_indices):
         known.prepared.tally.calls += 1
         return router, known.signature, known.prepared
+    faults = watched.faults(dict(zip([operand.name for operand in spec.operands], tensors)))
+    if faults:
+        raise TypeError(f"{spec.name}: " + "; ".join(faults))
     return router, *router.lookup(spec, tensors, options, scalars, cu_seqlens, chunk_indices)
 
 

@@ -23,6 +23,7 @@ from ..packing import chunks_of
 from ..prepare import Prepared
 from ..registry import Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
 from ..tuner import first_line
+from ..watched import plain
 from .activations import BetaGate, RowNorm
 from .replay import Replayed
 
@@ -99,7 +100,7 @@ def chunk_gated_delta_rule(
 
     Source: Yang, Kautz, Hatamizadeh 2024, Gated Delta Networks, arXiv:2412.06464, section 3.3.
     """
-    if is_compiling():
+    if is_compiling() or getattr(q, "is_meta", False) or not plain(q, k, v, g, beta, initial_state, A_log, dt_bias):
         from .compiled import traced_chain
 
         return traced_chain(
