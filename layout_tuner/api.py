@@ -7,6 +7,7 @@ backward. Leaving the scope removes that entry, whatever order scopes end in. Th
 from __future__ import annotations
 
 import copy
+import copyreg
 import functools
 import importlib
 import inspect
@@ -15,8 +16,9 @@ import os
 import sys
 import types
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from types import TracebackType
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from . import router
 from .config import Config, disabled, forced
@@ -65,6 +67,8 @@ class Enabled:
                 coroutines and generators, asynchronous ones too.
         """
         self.withdraw()
+        if isinstance(function, types.MethodType):  # so stays a method, which libraries take apart and bind again
+            return types.MethodType(self(function.__func__), function.__self__)
         name = getattr(function, "__name__", None) or repr(function)
         if not callable(function):
             raise TypeError(f"enable: cannot decorate {name}: wanted a function")
@@ -86,8 +90,13 @@ class Enabled:
         return resumed, (None if made is None else made.config, None if made is None else made.on_miss)
 
 
+OF_FUNCTIONS = ("__closure__", "__code__", "__defaults__", "__globals__", "__kwdefaults__")
+
+
 class Routed(Generic[P, R]):
     """A function inside whose calls an entry routes; it is copied and pickled with the object whose method it is.
+
+    It has a function's attributes, so that what looks into functions finds the one it stands for.
 
     Args:
         entry: The entry.
@@ -113,6 +122,20 @@ class Routed(Generic[P, R]):
         """Bind as a function does."""
         return self if instance is None else types.MethodType(self, instance)
 
+    def __getattr__(self, name: str) -> Any:
+        if name in OF_FUNCTIONS:
+            return getattr(self._function, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __eq__(self, other: object) -> bool:
+        """Equal to methods made of it: Accelerate unwraps a forward until it finds one that equals the method it met
+        first, and binds that again; without this it would go on to the function that routes nothing.
+        """
+        return self is other or getattr(other, "__func__", None) is self
+
+    def __hash__(self) -> int:
+        return id(self)
+
     def __deepcopy__(self, memo: dict[int, object]) -> Routed[P, R]:
         return Routed(self._entry, copy.deepcopy(self._function, memo))
 
@@ -122,6 +145,21 @@ class Routed(Generic[P, R]):
         for part in name.split("."):
             found = getattr(found, part, None)
         return name if found is self else (Routed, (self._entry, self._function))
+
+
+def bound(function: Routed[..., Any], instance: object) -> types.MethodType:
+    """A method; its type cannot be pickled as what makes it."""
+    return types.MethodType(function, instance)
+
+
+def reduced(method: types.MethodType) -> str | tuple[Any, ...]:
+    """How a method is pickled: as ever by its name, which would find the one that is not routed where this one is."""
+    function = method.__func__
+    return (bound, (function, method.__self__)) if isinstance(function, Routed) else method.__reduce__()
+
+
+copyreg.pickle(types.MethodType, reduced)
+ForkingPickler.register(types.MethodType, reduced)  # of multiprocessing, which has a table of its own
 
 
 def resumed(config: Config | None, on_miss: Policy | None) -> Enabled:
@@ -191,7 +229,9 @@ def enable(
     made = router_of(settings, on_miss, wanted)
     if fla and settings.routing.fla:
         take_over(made)
-    return Enabled(made)
+    entry = Enabled(made)
+    router.rest()  # in a notebook a cell that enables runs again and again, and each entry has files open
+    return entry
 
 
 def router_of(settings: Config, on_miss: Policy | None, wanted: dict[str, Forced]) -> Router:

@@ -8,6 +8,7 @@ the first difference. It is one generated function for each pattern of operands:
 Where torch has the guards that its own compiler puts before compiled code, one call of them compares all operands at
 once, for less than half of what asking in Python costs. They refuse more than has to be refused (other strides of a
 dimension of size 1, one tensor given twice, another `requires_grad`), so that what they refuse is compared in Python.
+They refuse whatever torch traces, transforms or watches, too; Python asks for that once all else is the same.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 
 from .counters import UNROUTED, Tally
 from .registry import OpSpec, Outputs, Value
+from .watched import plain
 
 Signature = tuple[object, ...]
 Operands = Sequence["torch.Tensor | None"]
@@ -267,7 +269,7 @@ def maker(
         tests[x] = [f"{x} is None"] if how is None else conditions(x, how, dims)
     given = [x for x, how in zip(operands, patterns[2:]) if how is not None]
     # The main tensor's shape is what differs most often.
-    compared = " and ".join(test for x in given for test in tests[x])
+    compared = " and ".join([test for x in given for test in tests[x]] + [f"plain({', '.join(given)})"])
     if guarded:
         compared = f"(check({', '.join(given)}) or {compared})"
     ordered = [test for x in operands if x not in given for test in tests[x]]
@@ -291,12 +293,12 @@ def make({"".join(f"{w}, " for w in wanted)}check, launch, tally, {", ".join(fac
         {f"{', '.join(numbers)}, = scalars" if numbers and does != "fits" else ""}
         try:
             fitting = {" and ".join([*ordered, compared])}
-        except AttributeError:
+        except (AttributeError, RuntimeError):  # of what is no tensor, and of nested and sparse ones
             fitting = False
         {counted}
         return {answer}
     return test
 """
-    scope: dict[str, Callable[..., Any]] = {}
+    scope: dict[str, Callable[..., Any]] = {"plain": plain}
     exec(text, scope)
     return scope["make"]

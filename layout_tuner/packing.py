@@ -210,7 +210,8 @@ def _prepared(
     if known is not None and on_host and torch.equal(known.indices, indices) and torch.equal(known.offsets, offsets):
         return known.indices, known.offsets, last
     indices, offsets = indices.to(cu_seqlens.device), offsets.to(cu_seqlens.device)
-    if on_host or not cu_seqlens.is_inference():  # on a device those are written to without a trace
+    # On a device inference tensors are written to without a trace; what a mode of torch's made may have no values.
+    if (on_host or not cu_seqlens.is_inference()) and not torch._C._len_torch_dispatch_stack():
         _remember(cu_seqlens, version, chunk_size, starts, indices, offsets, last)
     return indices, offsets, last
 

@@ -17,16 +17,16 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
 from layout_tuner.cache.layers import LayeredStore, Resolution, open_layers
 from layout_tuner.cache.records import MAX_REASON, DecisionRecord, MeasurementRecord
 
-from . import counters, forcing
+from . import counters, forcing, watched
 from . import device as devices
 from .config import Config
 from .counters import UNROUTED, Tallies, Tally, count_tuning, saved_us
@@ -49,6 +49,8 @@ from .watchdog import FamilyLock
 log = logging.getLogger(__name__)
 
 Policy = Literal["tune", "default", "error"]
+
+R = TypeVar("R")
 
 MOST_SIGNATURES = 4096
 
@@ -338,17 +340,31 @@ class Router:
         """Run a call that differs from the last one of its op, or has numbers that are no floats."""
         try:
             known = self.prepared.by_shape.get((spec, getattr(tensors[0], "shape", None)))
-        except TypeError:  # a shape that cannot be hashed, which the check will name
+        except (
+            TypeError,
+            RuntimeError,
+        ):  # a shape that cannot be hashed, or a nested tensor, which the check will name
             known = None
         if known is not None:
-            results = known.run(tensors, options, scalars, cu_seqlens, chunk_indices)
+            try:
+                results = known.run(tensors, options, scalars, cu_seqlens, chunk_indices)
+            except Exception as error:
+                place = known.signature, known.prepared
+                return self.rescued(spec, place, tensors, options, scalars, cu_seqlens, chunk_indices, error)
             if results is not None:
                 self.prepared.last[spec] = known
                 return results
+        if elsewhere is not None and not watched.in_memory(*tensors, cu_seqlens, chunk_indices):
+            return elsewhere(spec, tensors, options, scalars, cu_seqlens, chunk_indices)
         found, prepared = self.lookup(spec, tensors, options, scalars, cu_seqlens, chunk_indices)
         numbers = as_floats(spec, scalars)
         if prepared.proven:
-            return prepared(tensors, numbers, cu_seqlens, chunk_indices)
+            try:
+                return prepared(tensors, numbers, cu_seqlens, chunk_indices)
+            except Exception as error:
+                return self.rescued(
+                    spec, (found, prepared), tensors, options, scalars, cu_seqlens, chunk_indices, error
+                )
         failed: list[Candidate] = []
         while True:
             try:
@@ -360,6 +376,62 @@ class Router:
                 prepared = self.recover(spec, found, arguments, prepared, error, failed[:-1])
         prepared.proven = True
         return results
+
+    def rescue(
+        self,
+        spec: OpSpec,
+        signature: Signature,
+        call: Call,
+        failed: Prepared,
+        error: Exception,
+        run: Callable[[Prepared], R],
+    ) -> R:
+        """Run the default for a candidate that ran before and raises now, and keep it where that helped.
+
+        What the default cannot run either is the fault of the call or of the device. What ends for want of memory
+        once may have it the next time, so the candidate is kept.
+
+        Args:
+            spec: The op.
+            signature: Of the call.
+            call: Its arguments.
+            failed: What failed.
+            error: How.
+            run: Runs the call.
+
+        Raises:
+            Exception: `error` itself, where the default does not run either.
+        """
+        key, device = spec.key(call), present(call).device
+        default = spec.default(key, devices.chip(device))
+        if isinstance(error, PackingError) or failed.candidate == default:
+            raise error
+        try:
+            results = run(self.prepare(spec, key, device, default, call))
+        except Exception:
+            raise error from None
+        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            self.recover(spec, signature, call, failed, error)
+        return results
+
+    def rescued(
+        self,
+        spec: OpSpec,
+        known: tuple[Signature, Prepared],
+        tensors: tuple[torch.Tensor | None, ...],
+        options: tuple[Value, ...],
+        scalars: Scalars,
+        cu_seqlens: torch.Tensor | None,
+        chunk_indices: torch.Tensor | None,
+        error: Exception,
+    ) -> Outputs:
+        """`rescue` for a call of one op."""
+
+        def run(prepared: Prepared) -> Outputs:
+            return prepared(tensors, as_floats(spec, scalars), cu_seqlens, chunk_indices)
+
+        call = Call(tensors=tensors, options=options, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices)
+        return self.rescue(spec, known[0], call, known[1], error, run)
 
     def problem(self, key: Key, device: torch.device) -> Problem:
         """A key on a device, with the variants stored for the ops it may be made of."""
@@ -427,7 +499,7 @@ class Router:
                 log.info("%s: %s, %s", key, choice.candidate.id, choice.source)
             else:
                 choice = self.missed(spec, key, device, default, tracing=tracing)
-            if choice.frozen:
+            if choice.frozen and not tracing and not watched.faking():
                 self.choices[key, where.id] = choice
             return choice
 
@@ -486,7 +558,7 @@ class Router:
         place = (key, environment(device).id)
         if place in self._passed_over and in_backward():
             return stand_in(default, "the call that a checkpoint repeats took it", frozen=False)
-        if tracing or devices.capturing(device):
+        if tracing or watched.faking() or devices.capturing(device):
             self.say(key, "a graph is being captured or traced: running %s untuned", default.id)
             return self.pass_over(place, default, "a graph was being captured or traced")
         if self.too_many(spec):
@@ -683,6 +755,8 @@ def present(call: Call) -> torch.Tensor:
 # -- the stack of `enable` entries -----------------------------------------------------------------------------
 
 _DEFAULT = Router(Config(), tuning=False)
+# Runs calls on tensors that are not in memory, or that torch transforms or watches; what makes operators sets it.
+elsewhere: Callable[..., Outputs] | None = None
 _current: Router = _DEFAULT
 _last = _DEFAULT.prepared.last  # the current router's; one look-up less at every call
 _entries: dict[int, Router] = {}
@@ -703,6 +777,14 @@ def push(router: Router) -> int:
         _entries[ticket] = router
         activate(router)
     return ticket
+
+
+def rest() -> None:
+    """Close the stores of all entries but the newest: they open again where they are used again."""
+    with _stack_lock:
+        older = [router for router in _entries.values() if router is not _current]
+    for router in older:
+        router.close()
 
 
 def holds(ticket: int | None) -> bool:
@@ -769,6 +851,9 @@ def find(
     if known is not None and known.fits(tensors, options, cu_seqlens, chunk_indices):
         known.prepared.tally.calls += 1
         return router, known.signature, known.prepared
+    faults = watched.faults(dict(zip([operand.name for operand in spec.operands], tensors)))
+    if faults:
+        raise TypeError(f"{spec.name}: " + "; ".join(faults))
     return router, *router.lookup(spec, tensors, options, scalars, cu_seqlens, chunk_indices)
 
 
@@ -794,11 +879,15 @@ def call(
 ) -> Outputs:
     """Run an op. A chosen candidate that fails to launch is put aside and the default runs in its place."""
     try:
-        run = _last[spec].run
+        known = _last[spec]
     except KeyError:  # left before anything runs: an error of the call is no consequence of this one
         results = None
     else:
-        results = run(tensors, options, scalars, cu_seqlens, chunk_indices)
+        try:
+            results = known.run(tensors, options, scalars, cu_seqlens, chunk_indices)
+        except Exception as error:
+            place = known.signature, known.prepared
+            return _current.rescued(spec, place, tensors, options, scalars, cu_seqlens, chunk_indices, error)
     if results is None:
         return _current.run(spec, tensors, options, scalars, cu_seqlens, chunk_indices)
     return results

@@ -1,6 +1,8 @@
 """`chunk_gated_delta_rule` as autograd and its callers see it, against the token recurrence in float64."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +10,8 @@ from cases import experiment_for, faults, key_for
 
 import layout_tuner
 from layout_tuner import layouts, numerics, ops, packing, reference, router
+from layout_tuner.environment import environment
+from layout_tuner.errors import UnsupportedProblemError
 from layout_tuner.layouts import Layout
 from layout_tuner.registry import lookup
 
@@ -425,12 +429,65 @@ def test_backward_outside_the_scope_runs_what_the_forward_chose(device: torch.de
     assert len(entry.prepared) == 1
 
 
-def test_backward_of_backward_is_refused(device: torch.device) -> None:
+@pytest.mark.parametrize("step", ["forward", "backward"])
+def test_a_chain_that_has_run_and_then_fails_gives_way_to_the_default(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, step: str
+) -> None:
+    given = make(device, B=1, T=20, K=16, V=16)
+
+    def run() -> list[torch.Tensor]:
+        return list(gradients(ops.chunk_gated_delta_rule, given).values())
+
+    with layout_tuner.enable(cache=tmp_path / "cache.sqlite", on_miss="default", fla=False):
+        entry, wanted = router.current(), run()
+        (prepared,) = entry.prepared.values()
+        chain = prepared.launch
+        (other,) = [
+            each
+            for each in lookup("chunk_gated_delta_rule").candidates(chain.problem.key)
+            if each != prepared.candidate
+        ]
+        place = (chain.problem.key, environment(device).id)
+        entry.prepared.clear()
+        entry.choices[place] = replace(entry.choices[place], candidate=other)
+        assert all(torch.equal(a, b) for a, b in zip(run(), wanted, strict=True))
+        (prepared,) = entry.prepared.values()
+        assert prepared.candidate == other
+        failing = prepared.launch
+        calls: list[str] = []
+
+        def fail(*_: object) -> None:
+            calls.append(step)
+            raise RuntimeError("illegal instruction")
+
+        monkeypatch.setattr(failing, step, fail)
+        for _ in range(2):
+            assert all(torch.equal(a, b) for a, b in zip(run(), wanted, strict=True))
+        assert calls == [step]
+
+
+@pytest.mark.parametrize("penalized", ["q", "k", "v", "g", "beta"])
+@pytest.mark.parametrize("linear", [False, True], ids=["square", "sum"])
+def test_backward_of_backward_is_refused(device: torch.device, penalized: str, linear: bool) -> None:
+    """Also where nothing that the backward is handed requires a gradient: of a sum that is a constant."""
     given = make(device, B=1, T=20, K=16, V=16)
     o, _ = ops.chunk_gated_delta_rule(**given)
-    (first,) = torch.autograd.grad(o.square().sum(), given["q"], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()
+    with pytest.raises(UnsupportedProblemError, match="chunk_gated_delta_rule: its gradients cannot be differentiated"):
+        torch.autograd.grad((o if linear else o.square()).sum(), given[penalized], create_graph=True)
+
+
+@pytest.mark.parametrize("alone", ["v", "initial_state"])
+def test_gradients_that_are_constants_may_be_differentiated_again(device: torch.device, alone: str) -> None:
+    """o is linear in the values and the initial state: where nothing else varies, their gradients are constants."""
+    given = {name: x.detach() for name, x in make(device, B=1, T=20, K=16, V=16).items()}
+    given["initial_state"] = torch.zeros(1, given["v"].shape[2], 16, 16, device=device)
+    given[alone].requires_grad_()
+    o, _ = ops.chunk_gated_delta_rule(**given)
+    (first,) = torch.autograd.grad(o.sum(), given[alone], create_graph=True)
+    assert not first.requires_grad
+    o, _ = ops.chunk_gated_delta_rule(**given)
+    with pytest.raises(UnsupportedProblemError, match="create_graph"):
+        torch.autograd.grad(o.square().sum(), given[alone], create_graph=True)
 
 
 def test_gradient_of_a_sum_has_no_strides(device: torch.device) -> None:

@@ -19,7 +19,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # A module imports from its own row and from those above it. A folder counts as one.
 ROWS = (
     ("errors",),
-    ("config", "layouts", "keys", "watchdog"),
+    ("config", "layouts", "keys", "watchdog", "watched"),
     ("registry", "device", "numerics", "packing"),
     ("environment", "measure", "reference", "launcher", "direct", "inputs", "shapes", "forcing"),
     ("counters", "footprint"),

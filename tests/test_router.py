@@ -1,8 +1,10 @@
 """From a call to its launch: scopes, hits, misses, policies, and what a failure may not do."""
 
 import copy
+import functools
 import inspect
 import logging
+import os
 import pickle
 import subprocess
 import sys
@@ -10,9 +12,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from threading import Thread
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy
@@ -27,7 +30,7 @@ from timers import SetTimer, set_times
 
 import layout_tuner
 from layout_tuner import device as devices
-from layout_tuner import inputs, registry, router
+from layout_tuner import inputs, launcher, registry, router
 from layout_tuner.config import Config
 from layout_tuner.environment import environment
 from layout_tuner.errors import CacheError, ConfigError, TuningError, UnsupportedProblemError
@@ -258,6 +261,74 @@ def test_a_decorated_method_is_bound(config: Config) -> None:
     kept = Kept()
     assert kept.itself() == (kept, True)
     assert Kept.itself(kept) == (kept, True)
+
+
+def prepared_by_accelerate(model: torch.nn.Module) -> None:
+    """Does to `forward` what Hugging Face's Accelerate does to run it under autocast (`Accelerator.prepare`)."""
+    model._original_forward = model.forward
+    assert hasattr(model.forward, "__func__")
+
+    def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
+
+    model.forward = MethodType(wrapped(model.forward.__func__), model)
+    model.forward = MethodType(wrapped(model.forward.__func__), model)
+
+
+def unwrapped_by_accelerate(model: torch.nn.Module) -> None:
+    """Does what its `unwrap_model(keep_fp32_wrapper=False)` does."""
+    forward, first = model.forward, model.__dict__.pop("_original_forward")
+    while hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+        if forward == first:
+            break
+    model.forward = MethodType(forward, model)
+
+
+def test_a_decorated_forward_goes_through_accelerate(config: Config, device: torch.device) -> None:
+    given, model = arguments(device), Model().to(device)
+    wanted = model(given)
+    model.forward = layout_tuner.enable(config)(model.forward)
+    for change in (prepared_by_accelerate, unwrapped_by_accelerate, copy.deepcopy):
+        model = change(model) or model
+        assert torch.equal(model(given), wanted)
+        assert model.routed[-1] is True
+    assert not layout_tuner.is_enabled()
+
+
+def test_a_decorated_method_is_still_one(config: Config, device: torch.device) -> None:
+    given, model = arguments(device), Model().to(device)
+    plain = model.forward
+    method = model.forward = layout_tuner.enable(config)(plain)
+    assert inspect.ismethod(method)
+    assert method.__self__ is model
+    assert (method.__name__, method.__qualname__, method.__doc__) == (plain.__name__, plain.__qualname__, plain.__doc__)
+    for look in (inspect.signature, inspect.getfullargspec, inspect.getsource):
+        assert look(method) == look(plain), look
+    assert inspect.signature(method.__func__) == inspect.signature(plain.__func__)
+    assert method.__func__.__code__ is plain.__func__.__code__
+    assert method == model.forward
+    assert method != Model().forward
+    wanted = functools.partial(plain, given)()
+    for made in (method, functools.partial(method, given), MethodType(method.__func__, model), pickled(method)):
+        assert torch.equal(made() if isinstance(made, functools.partial) else made(given), wanted)
+        assert getattr(made, "__self__", model).routed[-1] is True
+    spawned = pickle.loads(bytes(ForkingPickler.dumps(model)))
+    assert torch.equal(spawned(given), wanted)
+    assert spawned.routed[-1] is True
+    other = functools.update_wrapper(functools.partial(lambda *_: None), method)
+    assert inspect.signature(other) == inspect.signature(plain)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts the files of /proc")
+def test_enabling_again_and_again_keeps_no_more_files_open(config: Config, device: torch.device) -> None:
+    given, opened = arguments(device), []
+    for _ in range(6):
+        layout_tuner.enable(config, on_miss="default", fla=False)
+        dv_local(given)
+        opened.append(len(os.listdir("/proc/self/fd")))
+    assert opened[-1] == opened[1]
+    layout_tuner.disable()
 
 
 def test_every_thread_sees_the_entry(config: Config) -> None:
@@ -552,6 +623,36 @@ def test_a_failing_choice_falls_back_to_the_default(
         assert f"{SECOND} failed (illegal instruction)" in caplog.text
         dv_local(given | {"q": given["q"].repeat(1, 1, 1, 2)[..., ::2]})
         assert set(ran(made)) == {CANDIDATES[0]}
+    assert broken.launches == 1
+
+
+@pytest.mark.parametrize("hit", ["same", "by shape", "by signature"])
+def test_a_winner_that_has_run_and_then_fails_falls_back_to_the_default(
+    config: Config, device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hit: str
+) -> None:
+    given, other = arguments(device), arguments(device, T=30)
+    with entered(tuning(config)):
+        dv_local(given)
+        dv_local(other)
+    with entered(Router(config, on_miss="error")) as made:
+        dv_local(given)
+        dv_local(given)
+        if hit == "by shape":
+            dv_local(other)
+            dv_local(other)
+        if hit == "by signature":
+            made.prepared.last.clear()
+            made.prepared.by_shape.clear()
+        assert set(ran(made)) == {SECOND}
+        plain, broken = launcher.BoundKernel.plain, Broken()
+
+        def launch(bound: launcher.BoundKernel, grid: int, *rest: object) -> bool:
+            return plain(bound, grid, *rest) if bound.kernel is not kernels.chunk_bwd_dv_local_sub else broken[grid]()
+
+        monkeypatch.setattr(launcher.BoundKernel, "plain", launch)
+        assert_right(dv_local(given), given)
+        assert_right(dv_local(given), given)
+        assert f"{SECOND} failed (illegal instruction)" in caplog.text
     assert broken.launches == 1
 
 

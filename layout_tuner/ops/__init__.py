@@ -6,6 +6,7 @@ default candidate runs. Every public result is row-major.
 
 from ..packing import prepare_chunk_indices, prepare_chunk_offsets
 from . import compiled as compiled
+from . import tracing
 from .bwd_dhu import chunk_gated_delta_rule_bwd_dhu
 from .dqkwg import chunk_bwd_dqkwg
 from .dv_local import chunk_bwd_dv_local
@@ -19,6 +20,8 @@ from .local_cumsum import chunk_local_cumsum
 from .recompute_w_u import recompute_w_u_fwd
 from .solve_tril import solve_tril
 from .wy_bwd import prepare_wy_repr_bwd
+
+tracing.trace_all()
 
 __all__ = [
     "chunk_bwd_dqkwg",

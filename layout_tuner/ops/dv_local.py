@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch.compiler import is_compiling
 
 from layout_tuner.kernels import dv_local as kernels
 from layout_tuner.kernels import tiling
@@ -52,10 +51,6 @@ def chunk_bwd_dv_local(
 
     Source: Yang, Kautz, Hatamizadeh 2024, Gated Delta Networks, arXiv:2412.06464, section 3.3.
     """
-    if is_compiling():
-        from .compiled import traced_dv_local
-
-        return traced_dv_local(q, k, do, g, g_gamma, A, scale, cu_seqlens, chunk_size, chunk_indices)
     if g is not None and g_gamma is not None:
         raise ValueError("chunk_bwd_dv_local: g, g_gamma: wanted at most one of them, got both")
     if A is not None:

@@ -7,23 +7,32 @@ T_CONTIG; each stage's kernel variant is the one stored for that stage, else its
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
 from .. import layouts, reference, registry, router
-from ..errors import UnsupportedProblemError
+from ..errors import PackingError, UnsupportedProblemError
 from ..keys import form_text
 from ..layouts import Layout, LayoutPlan
 from ..packing import chunks_of, written
+from ..prepare import Prepared
 from ..registry import Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
+from ..tuner import first_line
+from ..watched import plain
 from .activations import BetaGate, RowNorm
 from .replay import Replayed
 
+log = logging.getLogger(__name__)
+
+TWICE = (
+    "its gradients cannot be differentiated again, so create_graph=True (gradient penalties, Hessians, optimizers that "
+    "use them) is not served: detach what goes through this op, or leave create_graph off"
+)
 RCP_LN2 = 1.4426950408889634
 
 Tensor = torch.Tensor
@@ -88,11 +97,11 @@ def chunk_gated_delta_rule(
     Raises:
         ValueError: Shapes, dtypes or devices that do not fit together, or options that contradict each other.
         UnsupportedProblemError: K or V above 256, another chunk size, a `cp_context`, or CPU tensors outside Triton's
-            interpreter.
+            interpreter; and a backward with `create_graph=True`, whose gradients could not be differentiated again.
 
     Source: Yang, Kautz, Hatamizadeh 2024, Gated Delta Networks, arXiv:2412.06464, section 3.3.
     """
-    if is_compiling():
+    if is_compiling() or getattr(q, "is_meta", False) or not plain(q, k, v, g, beta, initial_state, A_log, dt_bias):
         from .compiled import traced_chain
 
         return traced_chain(
@@ -256,7 +265,7 @@ def _forward(call: _Call, tensors: Sequence[Tensor | None]) -> tuple[tuple[Tenso
         SPEC, operands, call.options, (call.scale,), call.cu_seqlens, call.chunk_indices
     )
 
-    def run() -> tuple[tuple[Tensor, Tensor | None], tuple[Chain, Saved]]:
+    def run(prepared: Prepared) -> tuple[tuple[Tensor, Tensor | None], tuple[Chain, Saved]]:
         chain = prepared.launch
         assert isinstance(chain, Chain)
         arranged = prepared.arrange(operands)[:-2] if prepared.contiguous or prepared.moves else tensors
@@ -265,16 +274,16 @@ def _forward(call: _Call, tensors: Sequence[Tensor | None]) -> tuple[tuple[Tenso
             o, final_state, saved = chain.forward(inputs, call.scale, call.cu_seqlens, call.chunk_indices)
         return (o, final_state), (chain, saved)
 
-    if prepared.proven:
-        return run()
     try:
-        results = run()
+        results = run(prepared)
     except Exception as error:  # any fault of a chosen candidate must leave the call as if it had not been chosen
         arguments = registry.Call(
             tensors=operands, options=call.options, cu_seqlens=call.cu_seqlens, chunk_indices=call.chunk_indices
         )
+        if prepared.proven:
+            return found.rescue(SPEC, signature, arguments, prepared, error, run)
         prepared = found.recover(SPEC, signature, arguments, prepared, error)
-        results = run()
+        results = run(prepared)
     prepared.proven = True
     return results
 
@@ -294,15 +303,17 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            return _Function.differentiated_once(ctx, do, dht)
-        return _Function.gradients(ctx, do, dht)
-
-    @staticmethod
-    @once_differentiable
-    def differentiated_once(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradients, whose own gradients are refused."""
-        return _Function.gradients(ctx, do, dht)
+        if not torch.is_grad_enabled():
+            return _Function.gradients(ctx, do, dht)
+        # With `create_graph` the gradients may be differentiated themselves. They depend on the inputs also where
+        # nothing that arrives here requires a gradient, as the ones of a sum: torch's `once_differentiable` would hand
+        # those on as constants. They are constants where only v and the initial state, in which o is linear, vary.
+        varies = dict(zip(Inputs._fields, ctx.needs_input_grad[1:]))
+        linear = not any(wants for name, wants in varies.items() if name not in ("v", "initial_state"))
+        if not linear or wants_grad((do, dht)):
+            raise UnsupportedProblemError(SPEC.name, [TWICE])
+        with torch.no_grad():
+            return _Function.gradients(ctx, do, dht)
 
     @staticmethod
     def gradients(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -317,7 +328,7 @@ class _Function(torch.autograd.Function):
                     f"{SPEC.name}: cu_seqlens or chunk_indices were written to between forward and backward: "
                     "hand over a copy"
                 )
-            gradients = ctx.chain.backward(
+            gradients = ctx.chain.backward_or_default(
                 saved, do, dht, ctx.needs_input_grad[1:], call.scale, call.cu_seqlens, call.chunk_indices
             )
         cast = [
@@ -390,6 +401,7 @@ class Chain:
                 self.gate_bwd = self._stage("gdn_gate_bwd", {**raw, **bias}, plan, raw_dtype)
         self.beta_gate = BetaGate(problem, layout)
         self.row_norm = RowNorm(problem) if form.flag("use_qk_l2norm_in_kernel") else None
+        self.instead: Chain | None = None
         self.dense_forward, self.dense_backward = Replayed(self._dense_forward), Replayed(self._dense_backward)
 
     def _stage(
@@ -462,6 +474,41 @@ class Chain:
         (o,) = self.fwd_o(q, k, v_new, h, G, None, scale, *packed)
         saved = Saved(q, k, v, G, strength, present(A), initial_state, q_rstd, k_rstd, raw_g, A_log, dt_bias)
         return present(o), final_state, saved
+
+    def backward_or_default(
+        self,
+        saved: Saved,
+        do: Tensor,
+        dht: Tensor | None,
+        wanted: Sequence[bool],
+        scale: float | None,
+        cu_seqlens: Tensor | None,
+        chunk_indices: Tensor | None,
+    ) -> Gradients:
+        """`backward`; where it fails, that of the default candidates, from then on.
+
+        Raises:
+            Exception: What the chain raised, where the default does not run either.
+        """
+        arguments = (saved, do, dht, wanted, scale, cu_seqlens, chunk_indices)
+        if self.instead is not None:
+            return self.instead.backward(*arguments)
+        try:
+            return self.backward(*arguments)
+        except Exception as error:
+            if isinstance(error, PackingError):
+                raise
+            key, chip = self.problem.key, self.problem.chip
+            instead = _bind(Problem(key=key, chip=chip), SPEC.default(key, chip))
+            assert isinstance(instead, Chain)
+            try:
+                gradients = instead.backward(*arguments)
+            except Exception:
+                raise error from None
+            if not isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+                log.warning("%s: the backward failed (%s): the default candidates run", key, first_line(error))
+                self.instead = instead
+            return gradients
 
     def backward(
         self,

@@ -1,0 +1,91 @@
+"""Whether torch runs a call as it is, or traces, transforms or watches it: then its tensors may have no memory.
+
+Kernels are handed addresses. Under `FakeTensorMode`, `make_fx`, `vmap`, `jit.trace`, selective checkpointing and the
+like, and for tensors on the `meta` device, torch has to see an operator instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
+_jit = torch._C._is_tracing
+
+# Subclasses that stand for plain tensors while something is traced; operators see through them.
+STAND_INS = frozenset({"FakeTensor", "FunctionalTensor"})
+
+
+class _Kinds(dict[type, bool]):
+    """Which types are plain ones: tensors, subclasses without operators of their own, and what is no tensor at all."""
+
+    def __missing__(self, kind: type) -> bool:
+        tensor = issubclass(kind, torch.Tensor)
+        self[kind] = not tensor or kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        return self[kind]
+
+
+_plain = _Kinds()
+
+
+def plain(*tensors: object) -> bool:
+    """Whether no tensor among them is of a special type, and torch runs operators as they are called."""
+    if _modes() or _jit() or _transforms() is not None:
+        return False
+    return False not in [_plain[type(tensor)] for tensor in tensors]
+
+
+def in_memory(*tensors: object) -> bool:
+    """The same, for tensors that may be nested, sparse or on the `meta` device, which are none of it."""
+    ordinary = [
+        not isinstance(x, torch.Tensor) or (x.layout is torch.strided and not x.is_nested and not x.is_meta)
+        for x in tensors
+    ]
+    return plain(*tensors) and all(ordinary)
+
+
+def is_meta(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on the `meta` device and stands for none elsewhere."""
+    return tensor.is_meta and type(tensor).__name__ not in STAND_INS
+
+
+def faking() -> bool:
+    """Whether a mode is on that runs nothing, so that what is found out under it is true of no device."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None or bool(_jit())
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Within it, torch runs as if nothing were watching."""
+    state = torch._C._get_tracing_state() if _jit() else None
+    if state is not None:
+        torch._C._set_tracing_state(None)  # type: ignore[arg-type]
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        if state is not None:
+            torch._C._set_tracing_state(state)
+
+
+def faults(named: dict[str, Any]) -> list[str]:
+    """What is wrong with tensors that are not plain ones and stand for none, by name."""
+    if _transforms() is not None:
+        return ["vmap, grad and the other transforms of torch.func are not served: make B larger, use torch.autograd"]
+    found = []
+    for name, x in named.items():
+        if not isinstance(x, torch.Tensor):
+            continue
+        if x.is_nested:
+            found.append(f"{name}: wanted a plain tensor, got a nested one: pass its values with cu_seqlens")
+        elif x.layout is not torch.strided:
+            found.append(f"{name}: wanted a dense tensor, got layout {x.layout}: call to_dense()")
+        elif not _plain[type(x)] and type(x).__name__ not in STAND_INS:
+            hint = ": call to_local()" if hasattr(x, "to_local") else ""
+            found.append(f"{name}: wanted a plain tensor, got a {type(x).__name__}{hint}")
+    return found
