@@ -85,9 +85,7 @@ def assert_matches_recurrence(given: Tensors, **options: object) -> None:
 
     wanted = gradients(recurrence, double(given), **options)
     dtype = given["q"].dtype
-    rounds_toward_zero = dtype == torch.bfloat16 and not torch.cuda.is_available()
-    limit = TOLERANCE[dtype] * (numerics.INTERPRETER_FACTOR_BF16 if rounds_toward_zero else 1.0)
-    far = {name: error for name in wanted if (error := numerics.error(got[name], wanted[name])) > limit}
+    far = {name: error for name in wanted if (error := numerics.error(got[name], wanted[name])) > TOLERANCE[dtype]}
     assert not far
 
 

@@ -708,6 +708,5 @@ SPEC = register(
         ),
         tolerances=dict.fromkeys(("o", "final_state", *Gradients._fields), 0.008),
         term_rms=_term_rms,
-        truncations=3.0,  # eight stages, each of which stores bfloat16
     )
 )

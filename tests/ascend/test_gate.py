@@ -126,7 +126,7 @@ def test_every_candidate_computes_what_the_oracle_does(key: Key, cases: list[Cas
             error = numerics.error(ours, theirs, experiment.term_rms.get(output.name, 0.0))
             # A gradient has its input's dtype, and is no closer than that.
             dtype = dtype_name(ours) if ours.element_size() == 2 else key.dtype
-            limit = numerics.tolerance(dtype, interpreted=False, own=spec.tolerances.get(output.name))
+            limit = numerics.tolerance(dtype, spec.tolerances.get(output.name))
             assert error <= limit, f"{case.candidate.id} {output.name}: {error:.2e} > {limit:.2e}"
         # A layout changes addresses, never arithmetic.
         same = by_variant.setdefault(case.candidate.variant, got)
