@@ -12,7 +12,7 @@ The sums over tokens are written once per program, without atomics; whoever laun
 import triton
 import triton.language as tl
 
-from .local_cumsum import load_head_block, store_head_block, triangular_sum
+from .local_cumsum import RESET, bounded, load_head_block, store_head_block, triangular_sum
 from .time_axis import clear_outside_time_axis, locate_chunk
 
 
@@ -26,8 +26,10 @@ def sigmoid(b_x):
 @triton.jit
 def _softplus(b_x):
     """log(1 + exp(x)), accurate relative to itself also where exp(x) vanishes beside 1."""
-    b_e = tl.exp(tl.minimum(b_x, 20.0))
-    b_series = b_e * (1.0 - b_e * (0.5 - b_e * (1.0 / 3 - b_e * (0.25 - b_e * (0.2 - b_e * (1.0 / 6))))))
+    # Not a minimum, which may swallow NaN.
+    b_e = tl.exp(tl.where(b_x > 20.0, 20.0, b_x))
+    b_s = tl.where(b_e < 0.0625, b_e, 0.0)  # its powers overflow elsewhere
+    b_series = b_s * (1.0 - b_s * (0.5 - b_s * (1.0 / 3 - b_s * (0.25 - b_s * (0.2 - b_s * (1.0 / 6))))))
     b_y = tl.where(b_e < 0.0625, b_series, tl.log(1.0 + b_e))
     return tl.where(b_x > 20.0, b_x, b_y)
 
@@ -49,12 +51,16 @@ def gdn_gate_chunk_cumsum(
     BT: tl.constexpr,
     BH: tl.constexpr,
     USE_DT_BIAS: tl.constexpr,
+    RESETS: tl.constexpr,
     G_T_CONTIG: tl.constexpr,
     OUT_T_CONTIG: tl.constexpr,
     IS_VARLEN: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
 ):
-    """g `[B, T, HV]` raw, A_log and dt_bias `[HV]`, writes out `[B, T, HV]`; TASKS = chunks * cdiv(HV, BH)."""
+    """g `[B, T, HV]` raw, A_log and dt_bias `[HV]`, writes out `[B, T, HV]`; TASKS = chunks * cdiv(HV, BH).
+
+    With RESETS the gate is `bounded`.
+    """
     if IS_VARLEN:
         clear_outside_time_axis(out, cu_seqlens, T, N, HV, OUT_T_CONTIG, BH)
     head_blocks: tl.constexpr = (HV + BH - 1) // BH
@@ -67,7 +73,10 @@ def gdn_gate_chunk_cumsum(
         if USE_DT_BIAS:
             b_x += tl.load(dt_bias + i_h + o_h, mask=i_h + o_h < HV, other=0.0).to(tl.float32)[:, None]
         b_rate = -tl.exp(tl.load(A_log + i_h + o_h, mask=i_h + o_h < HV, other=0.0).to(tl.float32))
-        b_out = triangular_sum(b_rate[:, None] * _softplus(b_x), o_t, False, DOT_PRECISION)
+        b_gate = b_rate[:, None] * _softplus(b_x)
+        if RESETS:
+            b_gate = bounded(b_gate)
+        b_out = triangular_sum(b_gate, o_t, False, DOT_PRECISION)
         store_head_block(out, b_out * scale, i_b, bos, i_t * BT, length, o_t, i_h, o_h, T, HV, OUT_T_CONTIG)
 
 
@@ -86,6 +95,7 @@ def gdn_gate_bwd(
     BT: tl.constexpr,
     BH: tl.constexpr,
     USE_DT_BIAS: tl.constexpr,
+    RESETS: tl.constexpr,
     G_T_CONTIG: tl.constexpr,
     DGATE_T_CONTIG: tl.constexpr,
     DG_T_CONTIG: tl.constexpr,
@@ -94,7 +104,7 @@ def gdn_gate_bwd(
     """g, dgate `[B, T, HV]`, A_log and dt_bias `[HV]`; writes dg `[B, T, HV]` and sums `[programs, 2, HV]` in fp32.
 
     Row 0 of `sums` belongs to dA_log, row 1 to ddt_bias. A task is BT tokens; ROW_BLOCKS = cdiv(T, BT) and
-    TASKS = B * ROW_BLOCKS.
+    TASKS = B * ROW_BLOCKS. With RESETS nothing flows through a gate below RESET.
     """
     o_t = tl.arange(0, BT)
     for i_h in range(0, HV, BH):
@@ -111,6 +121,9 @@ def gdn_gate_bwd(
             if USE_DT_BIAS:
                 b_x += tl.load(dt_bias + i_h + o_h, mask=m_h, other=0.0).to(tl.float32)[:, None]
             b_dgate = load_head_block(dgate, i_b, bos, first, T, o_t, i_h, o_h, T, HV, DGATE_T_CONTIG)
+            if RESETS:
+                # Rounding is all that sums of later tokens leave there, and the gate's size would magnify it.
+                b_dgate = tl.where(b_rate[:, None] * _softplus(b_x) < RESET, 0.0, b_dgate)
             # Outside every sequence dgate is 0 while the input may hold anything, also NaN.
             b_x = tl.where(b_dgate == 0.0, 0.0, b_x)
             b_dg = b_dgate * b_rate[:, None] * sigmoid(b_x)

@@ -15,6 +15,9 @@ import triton.language as tl
 
 from .time_axis import clear_outside_time_axis, locate_chunk, time_axis_offset
 
+# A token's gate, natural log, whose decay is 0 in fp32 (2 ** -150): at or below it a state begins anew.
+RESET = tl.constexpr(-104.0)
+
 
 @triton.jit
 def load_head_block(
@@ -77,6 +80,16 @@ def store_head_block(
 
 
 @triton.jit
+def bounded(b_gate):
+    """Gates of single tokens, none below RESET: the sums of later tokens would have no digits left for their own gates.
+
+    A chunk's sum then ends above 64 * RESET, and what lies between its resets is summed to 2 ** -11 or better.
+    """
+    # Not a maximum, which may swallow NaN.
+    return tl.where(b_gate < RESET, RESET, b_gate)
+
+
+@triton.jit
 def triangular_sum(
     b_g,
     o_t,
@@ -106,12 +119,16 @@ def chunk_local_cumsum(
     BT: tl.constexpr,
     BH: tl.constexpr,
     REVERSE: tl.constexpr,
+    RESETS: tl.constexpr,
     G_T_CONTIG: tl.constexpr,
     OUT_T_CONTIG: tl.constexpr,
     IS_VARLEN: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
 ):
-    """Reads g `[B, T, HV]` and writes out `[B, T, HV]`, each in either layout; TASKS = chunks * cdiv(HV, BH)."""
+    """Reads g `[B, T, HV]` and writes out `[B, T, HV]`, each in either layout; TASKS = chunks * cdiv(HV, BH).
+
+    With RESETS g is a natural-log gate that may reset a state, `bounded`.
+    """
     if IS_VARLEN:
         clear_outside_time_axis(out, cu_seqlens, T, N, HV, OUT_T_CONTIG, BH)
     head_blocks: tl.constexpr = (HV + BH - 1) // BH
@@ -121,5 +138,7 @@ def chunk_local_cumsum(
         o_h = tl.arange(0, BH)
         i_b, i_t, bos, length = locate_chunk(i_task // head_blocks, cu_seqlens, chunk_indices, T, NT, N, BT, IS_VARLEN)
         b_g = load_head_block(g, i_b, bos, i_t * BT, length, o_t, i_h, o_h, T, HV, G_T_CONTIG)
+        if RESETS:
+            b_g = bounded(b_g)
         b_out = triangular_sum(b_g, o_t, REVERSE, DOT_PRECISION)
         store_head_block(out, b_out * scale, i_b, bos, i_t * BT, length, o_t, i_h, o_h, T, HV, OUT_T_CONTIG)

@@ -1,4 +1,4 @@
-"""Small questions to this Triton: whether it computes a dot, and where the address helpers point."""
+"""Small questions to this Triton: whether it computes a dot and rounds it, and where the address helpers point."""
 
 import triton
 import triton.language as tl
@@ -11,11 +11,25 @@ def dot_probe(
     a,
     b,
     product,
+    stored,
     N: tl.constexpr,
 ):
-    """product = a @ b for row-major `[N, N]` tiles."""
+    """product = a @ b for row-major `[N, N]` tiles, stored a second time in the dtype of `stored`."""
     o = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
-    tl.store(product + o, tl.dot(tl.load(a + o), tl.load(b + o)))
+    b_product = tl.dot(tl.load(a + o), tl.load(b + o))
+    tl.store(product + o, b_product)
+    tl.store(stored + o, b_product.to(stored.dtype.element_ty))
+
+
+@triton.jit
+def cast_probe(
+    x,
+    stored,
+    N: tl.constexpr,
+):
+    """stored = x, cast to the dtype of `stored`."""
+    o = tl.arange(0, N)
+    tl.store(stored + o, tl.load(x + o).to(stored.dtype.element_ty))
 
 
 @triton.jit

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from . import device as devices
 from . import footprint, numerics
 from .keys import Key
 from .registry import Call, Candidate, OpSpec, Output, Outputs, dtype_name
@@ -226,7 +225,7 @@ class Checker:
         # A result rounded to 16 bits is no closer than that, whatever it was computed from.
         dtype = dtype_name(tensor) if tensor.element_size() == 2 else self.key.dtype
         own = self.spec.tolerances.get(output.name)
-        return numerics.tolerance(dtype, devices.interpreting(), own, self.spec.truncations)
+        return numerics.tolerance(dtype, own)
 
 
 def worse(one: Check, other: Check) -> Check:

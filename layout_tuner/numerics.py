@@ -16,9 +16,8 @@ import torch
 # Elements of a large result that are compared at a time.
 PIECE = 1 << 24
 FP32_TOLERANCE = 1e-4
-# 16-bit inputs against an fp32 or better oracle. The interpreter rounds bfloat16 toward zero, hence its own column.
+# 16-bit inputs against an fp32 or better oracle.
 SIXTEEN_BIT_TOLERANCE = 0.006
-INTERPRETER_FACTOR_BF16 = 2.0
 
 
 def rms(tensor: torch.Tensor) -> float:
@@ -87,19 +86,13 @@ def identical(one: torch.Tensor, other: torch.Tensor) -> bool:
     return all(torch.equal(a.view(bits), b.view(bits)) for a, b in pieces(one, other))
 
 
-def tolerance(
-    dtype: str, interpreted: bool, own: float | None = None, truncations: float = INTERPRETER_FACTOR_BF16
-) -> float:
-    """Largest error allowed for results computed from inputs of `dtype`.
+def tolerance(dtype: str, own: float | None = None) -> float:
+    """Largest error allowed for results computed from inputs of `dtype`, on a device and in the interpreter.
 
     Args:
         dtype: Of the op's main tensor, by torch's name.
-        interpreted: Whether the kernels ran in Triton's interpreter.
         own: The op's own tolerance for 16-bit inputs, else the common one.
-        truncations: How many times that the interpreter may miss by, which rounds every bfloat16 toward zero: errors
-            of one sign that add up from stage to stage.
     """
     if dtype == "float32":
         return FP32_TOLERANCE
-    limit = SIXTEEN_BIT_TOLERANCE if own is None else own
-    return limit * truncations if interpreted and dtype == "bfloat16" else limit
+    return SIXTEEN_BIT_TOLERANCE if own is None else own

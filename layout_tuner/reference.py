@@ -35,6 +35,7 @@ from torch import Tensor
 
 RCP_LN2 = 1.0 / math.log(2.0)
 L2NORM_EPS = 1e-6
+RESET = -104.0  # a token's natural-log gate whose decay is 0 in fp32
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -748,10 +749,10 @@ def _activate(
 
 
 def _cumulative_gate(g: Tensor | None, BT: int, cu_seqlens: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The chain's natural-log gate per token -> the stages' log2 cumulative gate."""
+    """The chain's natural-log gate per token -> the stages' log2 cumulative gate, which no reset may fill."""
     if g is None:
         return None
-    return chunk_local_cumsum(g, BT, False, RCP_LN2, cu_seqlens, compute_dtype=dtype)
+    return chunk_local_cumsum(g.clamp(min=RESET), BT, False, RCP_LN2, cu_seqlens, compute_dtype=dtype)
 
 
 def gated_delta_rule_recurrence(
@@ -928,7 +929,8 @@ def chunk_gated_delta_rule_bwd(
     if dG is not None and dG2 is not None:
         dg = chunk_local_cumsum(dG + dG2, BT, True, None, cu, compute_dtype=dtype)
     if use_gate_in_kernel and g is not None and A_log is not None and dg is not None:
-        dg, dA_log, ddt_bias = gdn_gate_bwd(g, A_log, dt_bias, dg, compute_dtype=dtype)
+        dgate = dg.where(gdn_gate(g, A_log, dt_bias, compute_dtype=dtype) >= RESET, 0.0)
+        dg, dA_log, ddt_bias = gdn_gate_bwd(g, A_log, dt_bias, dgate, compute_dtype=dtype)
     if use_beta_sigmoid_in_kernel:
         dbeta = dbeta * x.beta * (1 - beta.to(dtype).sigmoid())
     if use_qk_l2norm_in_kernel:

@@ -209,7 +209,6 @@ class OpSpec:
         more_forms: Further forms that tests and the Ascend gate cover.
         unsupported: Reasons an op of its own cannot serve a key, beyond the common ones.
         tolerances: Largest error allowed for an output by name, 16-bit dtypes; fp32 is `numerics.FP32_TOLERANCE`.
-        truncations: Times its tolerance that bfloat16 may miss by in the interpreter, see `numerics.tolerance`.
         term_rms: `term_rms(wanted, **arguments)`: how large the terms are whose sums outputs that can cancel are, by
             output name; `wanted` are the reference's results by name.
     """
@@ -231,7 +230,6 @@ class OpSpec:
     more_forms: tuple[str, ...] = ()
     unsupported: Callable[[Key], Sequence[str]] = lambda key: ()
     tolerances: Mapping[str, float] = field(default_factory=dict)
-    truncations: float = 2.0
     term_rms: Callable[..., Mapping[str, torch.Tensor]] | None = None
 
     @functools.cached_property

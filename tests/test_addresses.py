@@ -1,5 +1,7 @@
 """Addresses at sizes whose tensors no machine here could hold: the helper's, and those that every kernel forms."""
 
+import math
+
 import accesses
 import pytest
 import torch
@@ -99,8 +101,40 @@ def test_every_kernel_reaches_the_ends_of_tensors_of_4_billion_elements(
     assert far
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU multiplies for itself")
-def test_this_interpreter_multiplies_bfloat16_right_once_widened() -> None:
-    """Fails on a Triton whose interpreter `widen_interpreter_dot` no longer helps; bf16 is refused there."""
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes for itself")
+def test_this_interpreter_computes_bfloat16_right_once_mended() -> None:
+    """Fails on a Triton whose interpreter `mend_interpreter` no longer helps; bf16 is refused there."""
     assert devices.interpreting()
-    assert devices.interpreter_dot_is_right()
+    assert devices.interpreter_is_right()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64, torch.int32], ids=str)
+def test_casts_to_bfloat16_round_to_the_nearest(dtype: torch.dtype, device: torch.device) -> None:
+    """Ties to even, infinities and NaN kept; what lies between the least number and zero too."""
+    devices.require_running("probe", "bfloat16", device)
+    values = [
+        1.0,
+        1.00390625,
+        1.01171875,
+        -1.00390625,
+        257.0,
+        259.0,
+        3.0e38,
+        -3.39e38,
+        3.4e38,
+        1e-40,
+        -1e-45,
+        0.0,
+        -0.0,
+    ]
+    if dtype.is_floating_point:
+        x = torch.tensor([*values, math.inf, -math.inf, math.nan], dtype=torch.float64).to(dtype)
+    else:
+        x = torch.tensor(
+            [0, 1, -1, 257, 259, -257, 65537, 65539, -(2**30), 2**30 + 2**23, 2, 3, 4, 5, 6, 7], dtype=dtype
+        )
+    stored = torch.zeros(16, dtype=torch.bfloat16, device=device)
+    probe.cast_probe[(1,)](x.to(device), stored, N=16)
+    wanted = x.to(torch.bfloat16)
+    assert torch.equal(stored.cpu().isnan(), wanted.isnan())
+    assert torch.equal(stored.cpu().nan_to_num(), wanted.nan_to_num())

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from layout_tuner import registry, router
 from layout_tuner.config import Config
-from layout_tuner.device import widen_interpreter_dot
+from layout_tuner.device import mend_interpreter
 from layout_tuner.layouts import Layout, relayout
 from layout_tuner.ops import chunk_bwd_dv_local, chunk_gated_delta_rule, compiled, gated_delta_rule
 from layout_tuner.router import Choice, Router
@@ -54,7 +54,7 @@ def chosen(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Chosen]:
 def _fresh() -> None:
     torch.compiler.reset()
     compiled.bound.cache_clear()
-    widen_interpreter_dot()
+    mend_interpreter()
 
 
 def inputs(device: torch.device, T: int = 20, *, layer: bool = False, dtype: torch.dtype = torch.float32) -> list[Any]:

@@ -34,7 +34,7 @@ ROWS = (
 )
 ROW = {name: number for number, names in enumerate(ROWS) for name in names}
 USES_CACHE = {"tuner", "decisions", "explanation", "misses", "router", "warming", "cli"}
-# The device layer asks whether kernels are interpreted, and whether the interpreter multiplies right, of two kernels.
+# The device layer asks whether kernels are interpreted, and whether the interpreter computes right, of two kernels.
 USES_KERNELS = {"ops": None, "ascend": {"tiling"}, "device": {"time_axis", "probe"}}
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import MORE_HEADS, SIZES, experiment_for, faults, key_for, matrix, standard_forms
+from cases import MORE_HEADS, SIZES, experiment_for, faults, gate_dtypes, key_for, matrix, standard_forms
 
 import layout_tuner.ops  # noqa: F401  registers every op
 from layout_tuner import registry
@@ -20,6 +20,11 @@ CASES = [
 STANDARD = [
     pytest.param(spec, form, id=f"{spec.name}-{form}") for spec in SPECS for form in sorted(standard_forms(spec))
 ]
+GATE_DTYPES = [
+    pytest.param(spec, form, varlen, id=f"{spec.name}-{form}-{'packed' if varlen else 'dense'}")
+    for spec in SPECS
+    for form, varlen in gate_dtypes(spec)
+]
 
 
 @pytest.mark.parametrize(("spec", "form", "dtype", "varlen"), CASES)
@@ -29,6 +34,14 @@ def test_every_candidate_is_right_and_layouts_agree_bit_for_bit(
     heads = MORE_HEADS if dtype == "float32" and form in standard_forms(spec) else {}
     key = key_for(spec, form, dtype, varlen, **heads)
     assert not faults(experiment_for(spec, key, device))
+
+
+@pytest.mark.parametrize(("spec", "form", "varlen"), GATE_DTYPES)
+def test_layouts_agree_in_every_combination_of_dtypes(
+    spec: OpSpec, form: str, varlen: bool, device: torch.device
+) -> None:
+    key = key_for(spec, form, "bfloat16", varlen, B=1, T=12, H=1, HV=2, K=16, V=16)
+    assert not faults(experiment_for(spec, key, device, (1, 6, 6, 11)))
 
 
 @pytest.mark.parametrize(("spec", "form"), STANDARD)

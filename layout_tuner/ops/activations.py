@@ -67,6 +67,8 @@ class BetaGate:
         key, chip, form = problem.key, problem.chip, problem.form
         self.layout, self.sigmoid = layout, form.flag("use_beta_sigmoid_in_kernel")
         arrives = layouts.as_read(form.arrival("beta") or Layout.STRIDE_HV)
+        # The dtype that the stages see depends on whether beta is moved, hence on the layout: the gradient's may not.
+        self.dtype: torch.dtype = getattr(torch, form.dtype("beta") or key.dtype)
         BH = tiling.head_block(key.HV, chip.tiles)
         t_contig = layout is Layout.T_CONTIG
         constants: dict[str, launcher.Constant] = dict(
@@ -82,24 +84,24 @@ class BetaGate:
         self._head_blocks, self._programs = -(-key.HV // BH), chip.vector_programs
 
     def forward(self, beta: Tensor) -> Tensor:
-        """beta `[B, T, HV]` through its sigmoid where asked for, in the chain's layout."""
+        """beta `[B, T, HV]` through its sigmoid where asked for, in the chain's layout; fp32, or beta itself."""
         if not self.sigmoid and not layouts.must_move(beta, self.layout):
             return beta
-        y, T, row_blocks, tasks = self._output(beta, self.layout)
+        y, T, row_blocks, tasks = self._output(beta, self.layout, torch.float32)
         self._forward(min(tasks, self._programs), beta, y, T, row_blocks, tasks)
         return y
 
     def backward(self, y: Tensor, dy: Tensor) -> Tensor:
-        """The gradient of the caller's beta, row-major, from that of what `forward` returned."""
-        if not self.sigmoid and not layouts.must_move(dy, Layout.STRIDE_HV):
+        """The gradient of the caller's beta, row-major and in its dtype, from that of what `forward` returned."""
+        if not self.sigmoid and dy.dtype is self.dtype and not layouts.must_move(dy, Layout.STRIDE_HV):
             return dy
-        dbeta, T, row_blocks, tasks = self._output(dy, Layout.STRIDE_HV)
+        dbeta, T, row_blocks, tasks = self._output(dy, Layout.STRIDE_HV, self.dtype)
         self._backward(min(tasks, self._programs), y, dy, dbeta, T, row_blocks, tasks)
         return dbeta
 
-    def _output(self, like: Tensor, layout: Layout) -> tuple[Tensor, int, int, int]:
-        """An output in fp32, tokens of a row, blocks of tokens in a row, and tasks."""
+    def _output(self, like: Tensor, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, int, int, int]:
+        """An output, tokens of a row, blocks of tokens in a row, and tasks."""
         B, T, HV = like.shape
         row_blocks = -(-T // BETA_TOKENS)
-        made = layouts.empty((B, T, HV), layout, torch.float32, like.device)
+        made = layouts.empty((B, T, HV), layout, dtype, like.device)
         return made, T, row_blocks, B * row_blocks * self._head_blocks

@@ -9,7 +9,7 @@ from layout_tuner.kernels import tiling
 
 from .. import launcher, layouts, reference, router
 from ..registry import Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
-from .local_cumsum import output_dtype_name, output_dtype_of, sum_precision
+from .local_cumsum import output_dtype_name, output_dtype_of, sum_precision, sums_resets
 from .sizes import chunk_counts
 
 TOKENS = 64  # of a task of the backward, which knows no chunks
@@ -94,6 +94,7 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
         BT=BT,
         BH=BH,
         USE_DT_BIAS=problem.has("dt_bias"),
+        RESETS=sums_resets(problem),
         G_T_CONTIG=plan.t_contig("g"),
         OUT_T_CONTIG=plan.t_contig("out"),
         IS_VARLEN=key.varlen,
@@ -141,6 +142,7 @@ def _bind_bwd(problem: Problem, candidate: Candidate) -> Launch:
         BT=TOKENS,
         BH=tiling.head_block(HV, problem.chip.tiles),
         USE_DT_BIAS=problem.has("dt_bias"),
+        RESETS=sums_resets(problem),
         G_T_CONTIG=plan.t_contig("g"),
         DGATE_T_CONTIG=plan.t_contig("dyg"),
         DG_T_CONTIG=plan.t_contig("dg"),

@@ -69,8 +69,9 @@ def chunk_gated_delta_rule(
         q: Queries `[B, T, H, K]`, fp32, bf16 or fp16.
         k: Keys `[B, T, H, K]`, the dtype of q.
         v: Values `[B, T, HV, V]`, the dtype of q; HV a multiple of H.
-        g: Gate `[B, T, HV]`, natural log, finite, at most 0 where S is not to grow, fp32, bf16 or fp16, any layout;
-            with `use_gate_in_kernel` what the gate is computed from. None: no gate.
+        g: Gate `[B, T, HV]`, natural log, at most 0 where S is not to grow, fp32, bf16 or fp16, any layout; below -104,
+            where exp is 0 in fp32, also -inf, it empties S. With `use_gate_in_kernel` what the gate is computed from.
+            None: no gate.
         beta: Strength of each update `[B, T, HV]`, fp32, bf16 or fp16, any layout.
         scale: None: `K ** -0.5`.
         initial_state: `[N, HV, K, V]`, N sequences (B where not packed); None: zeros.
@@ -376,7 +377,7 @@ class Chain:
         if self.gated:
             plan = LayoutPlan.of({"g": self.raw_layout, "out": layout})
             op = "gdn_gate_chunk_cumsum" if self.fused_gate else "chunk_local_cumsum"
-            self.sum_gate = self._stage(op, {**raw, **bias, "output_dtype": "float32"}, plan, raw_dtype)
+            self.sum_gate = self._stage(op, {**raw, **bias, "output_dtype": "float32", "resets": "1"}, plan, raw_dtype)
         self.intra = self._stage("chunk_gated_delta_rule_fwd_intra", {**gate, **beta})
         self.fwd_h = self._stage("chunk_gated_delta_rule_fwd_h", {**gate, **state, **last, **v_first})
         self.fwd_o = self._stage("chunk_fwd_o", {**gate, **v_first})
@@ -398,7 +399,7 @@ class Chain:
             if self.fused_gate:
                 plan = LayoutPlan.of({"g": self.raw_layout, "dyg": layout, "dg": Layout.STRIDE_HV})
                 raw["dyg"] = f"float32@{layout.value}"
-                self.gate_bwd = self._stage("gdn_gate_bwd", {**raw, **bias}, plan, raw_dtype)
+                self.gate_bwd = self._stage("gdn_gate_bwd", {**raw, **bias, "resets": "1"}, plan, raw_dtype)
         self.beta_gate = BetaGate(problem, layout)
         self.row_norm = RowNorm(problem) if form.flag("use_qk_l2norm_in_kernel") else None
         self.instead: Chain | None = None
@@ -753,6 +754,5 @@ SPEC = register(
         ),
         tolerances=dict.fromkeys(("o", "final_state", *Gradients._fields), 0.008),
         term_rms=_term_rms,
-        truncations=3.0,  # eight stages, each of which stores bfloat16
     )
 )

@@ -70,6 +70,11 @@ def sum_precision(problem: Problem) -> str:
     return "tf32x3" if problem.chip.kind == "cuda" else "ieee"
 
 
+def sums_resets(problem: Problem) -> bool:
+    """Whether the sum is a chain's own, of gates that may reset a state; the public op sums what it is given."""
+    return problem.form.flag("resets")
+
+
 def _bind(problem: Problem, candidate: Candidate) -> Launch:
     key, BT, plan = problem.key, problem.BT, candidate.plan
     HV, BH = key.HV, tiling.head_block(key.HV, problem.chip.tiles)
@@ -80,6 +85,7 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
         BT=BT,
         BH=BH,
         REVERSE=problem.form.flag("reverse"),
+        RESETS=sums_resets(problem),
         G_T_CONTIG=plan.t_contig("g"),
         OUT_T_CONTIG=plan.t_contig("out"),
         IS_VARLEN=key.varlen,

@@ -81,7 +81,7 @@ def assert_right(dv: torch.Tensor, given: dict[str, torch.Tensor], **more: torch
     host = {name: tensor.cpu() for name, tensor in {**given, **more}.items()}
     wanted = reference.chunk_bwd_dv_local(**host, chunk_size=BT)
     dtype = str(given["q"].dtype).removeprefix("torch.")
-    assert numerics.error(dv.cpu(), wanted) <= numerics.tolerance(dtype, True)
+    assert numerics.error(dv.cpu(), wanted) <= numerics.tolerance(dtype)
 
 
 def set_costs(sim, costs_ms: dict[str, float], copy_ms: float = 0.1) -> None:

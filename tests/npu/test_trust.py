@@ -88,7 +88,7 @@ def arguments(tokens: int = T) -> dict[str, torch.Tensor]:
 def assert_right(given: dict[str, torch.Tensor]) -> None:
     dv = ops.chunk_bwd_dv_local(**given, chunk_size=BT)
     wanted = reference.chunk_bwd_dv_local(**{name: x.cpu() for name, x in given.items()}, chunk_size=BT)
-    assert numerics.error(dv.cpu(), wanted) <= numerics.tolerance("float32", True)
+    assert numerics.error(dv.cpu(), wanted) <= numerics.tolerance("float32")
 
 
 def set_costs(sim, costs_ms: dict[str, object]) -> None:

@@ -6,15 +6,16 @@ with four value heads, every other form with two. Packed batches have sequences 
 tokens before the first and after the last sequence.
 """
 
+import itertools
 from dataclasses import replace
 
 import torch
 
 from layout_tuner import inputs
 from layout_tuner.experiment import Experiment
-from layout_tuner.keys import Key, parse_form
+from layout_tuner.keys import Key, form_text, parse_form
 from layout_tuner.prepare import Prepared
-from layout_tuner.registry import DTYPES, OpSpec, Outputs
+from layout_tuner.registry import DTYPES, OpSpec
 
 SIZES = {"B": 2, "T": 67, "H": 1, "HV": 2, "K": 24, "V": 40}
 MORE_HEADS = {"H": 2, "HV": 4}
@@ -39,19 +40,13 @@ def experiment_for(
 
 
 def faults(experiment: Experiment) -> list[str]:
-    """What is wrong with any candidate: an error over its tolerance, or layouts of one variant that differ in a bit."""
+    """What the tuner finds wrong with any candidate: an error over its tolerance, or layouts that differ in a bit."""
     found = []
-    first: dict[str, Outputs] = {}
     for candidate in experiment.spec.candidates(experiment.key):
         prepared = Prepared(experiment.spec, experiment.problem, candidate, experiment.call)
-        results = experiment.run_poisoned(prepared)
-        check = experiment.compare(results)
+        check = experiment.check(prepared)
         if not check.right:
             found.append(f"{experiment.key}: {candidate.id}: {check}")
-        others = first.setdefault(candidate.variant, results)
-        for output, mine, other in zip(experiment.spec.outputs, results, others):
-            if mine is not None and other is not None and not torch.equal(mine, other):
-                found.append(f"{experiment.key}: {candidate.id}: {output.name} differs from its other layout")
     return found
 
 
@@ -70,3 +65,19 @@ def matrix(spec: OpSpec) -> list[tuple[str, str, bool]]:
         for dtype in (DTYPES if form in standard else ("float32",))
         for varlen in packings
     ]
+
+
+def gate_dtypes(spec: OpSpec) -> list[tuple[str, bool]]:
+    """Form and packing: the standard forms in every combination of dtypes of their time-axis operands.
+
+    A layout may be reached by a copy that widens, and so decide the dtype of what is computed behind it.
+    """
+    found = []
+    for form in sorted(standard_forms(spec)):
+        entries = parse_form(form).entries
+        names = [operand.name for operand in spec.operands if operand.time_axis and operand.name in entries]
+        for dtypes in itertools.product(DTYPES, repeat=len(names)) if names else ():
+            arrivals = {name: f"{dtype}@STRIDE_HV" for name, dtype in zip(names, dtypes)}
+            mixed = form_text({**entries, **arrivals, **({"BT": "16"} if "BT" in entries else {})})
+            found += [(mixed, varlen) for varlen in ((False, True) if "T" in spec.sizes else (False,))]
+    return list(dict.fromkeys(found))
