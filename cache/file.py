@@ -11,6 +11,7 @@ from .bulk import Tally, decisions_of
 from .database import BUSY_TIMEOUT_S, Database
 from .evidence import imported
 from .faults import Fault, StoreError
+from .names import has_other_name, resolved
 from .records import DecisionRecord
 from .sql import SqlStore
 from .transfer import transfer
@@ -127,8 +128,12 @@ def open_for_reading(path: Path) -> Store:
     Raises:
         StoreError: It cannot be read.
     """
+    path = resolved(path)
     ways: list[Callable[[], Store]] = []
-    if os.access(path, os.W_OK) and os.access(path.parent, os.W_OK):
+    if has_other_name(path):
+        # Its writers may keep what they wrote last, and their locks, under the other one.
+        ways.append(functools.partial(Store, path, read_only=True))
+    elif os.access(path, os.W_OK) and os.access(path.parent, os.W_OK):
         ways.append(functools.partial(Store, path, attached=True))
     elif Path(f"{path}-wal").exists() or not in_wal_mode(path):
         # Otherwise SQLite would make files beside it that belong to the reader and lock its owner out.
