@@ -128,14 +128,12 @@ def open_for_reading(path: Path) -> Store:
     Raises:
         StoreError: It cannot be read.
     """
-    path = resolved(path)
+    place = resolved(path)
     ways: list[Callable[[], Store]] = []
-    if has_other_name(path):
-        # Its writers may keep what they wrote last, and their locks, under the other one.
-        ways.append(functools.partial(Store, path, read_only=True))
-    elif os.access(path, os.W_OK) and os.access(path.parent, os.W_OK):
+    # The writers of a file with another name may keep their locks, and what they wrote last, beside that one.
+    if os.access(place, os.W_OK) and os.access(place.parent, os.W_OK) and not has_other_name(place):
         ways.append(functools.partial(Store, path, attached=True))
-    elif Path(f"{path}-wal").exists() or not in_wal_mode(path):
+    elif Path(f"{place}-wal").exists() or not in_wal_mode(place):
         # Otherwise SQLite would make files beside it that belong to the reader and lock its owner out.
         ways.append(functools.partial(Store, path, read_only=True))
     for way in ways:
