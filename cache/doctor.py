@@ -22,6 +22,7 @@ from .file import WAL_MODE
 from .filesystem import FileSystem, file_system
 from .folder import host_files
 from .models import SCHEMA_VERSION
+from .names import has_other_name, require_one_name, resolved
 from .queries import page_of_decisions
 from .seal import SealState, seal_state
 from .server import ServerStore
@@ -77,9 +78,14 @@ def examine(path: Path) -> list[Finding]:
 
     For a process that does not use the file at the same time: looking at its bytes would drop SQLite's locks on it.
     """
+    try:
+        path = resolved(path)
+        there = path.exists()
+    except (StoreError, OSError) as error:
+        return [Finding(level="error", subject="file", text=str(error))]
     kind = file_system(path.parent)
     findings = [_place(kind)]
-    files = [path] if path.exists() else []
+    files = [path] if there else []
     if not kind.local and not path.is_dir():
         files = host_files(path)
     if not files:
@@ -109,7 +115,7 @@ def _file(path: Path) -> list[Finding]:
     findings += _content(path, header)
     if any(each.level == "error" for each in findings):
         findings += _copied(path, header)
-    elif _written_here(path):
+    elif _written_here(path) and not has_other_name(path):
         findings.append(_locks(path))
     return findings
 
@@ -119,6 +125,10 @@ def _rights(path: Path) -> Iterator[Finding]:
         yield Finding(level="warning", subject="rights", text="anybody on this machine may write it: chmod o-w")
     if not os.access(path, os.W_OK):
         yield Finding(level="note", subject="rights", text="it can only be read")
+    try:
+        require_one_name(path)
+    except StoreError as error:
+        yield Finding(level="warning", subject="names", text=str(error))
 
 
 def _header(path: Path) -> bytes:

@@ -56,6 +56,7 @@ _SQLITE_FAULTS = {
     8: Fault.READ_ONLY,
     11: Fault.DAMAGED,
     13: Fault.READ_ONLY,
+    23: Fault.FOREIGN,
     26: Fault.DAMAGED,
 }
 

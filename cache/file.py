@@ -11,6 +11,7 @@ from .bulk import Tally, decisions_of
 from .database import BUSY_TIMEOUT_S, Database
 from .evidence import imported
 from .faults import Fault, StoreError
+from .names import has_other_name, resolved
 from .records import DecisionRecord
 from .sql import SqlStore
 from .transfer import transfer
@@ -127,10 +128,12 @@ def open_for_reading(path: Path) -> Store:
     Raises:
         StoreError: It cannot be read.
     """
+    place = resolved(path)
     ways: list[Callable[[], Store]] = []
-    if os.access(path, os.W_OK) and os.access(path.parent, os.W_OK):
+    # The writers of a file with another name may keep their locks, and what they wrote last, beside that one.
+    if os.access(place, os.W_OK) and os.access(place.parent, os.W_OK) and not has_other_name(place):
         ways.append(functools.partial(Store, path, attached=True))
-    elif Path(f"{path}-wal").exists() or not in_wal_mode(path):
+    elif Path(f"{place}-wal").exists() or not in_wal_mode(place):
         # Otherwise SQLite would make files beside it that belong to the reader and lock its owner out.
         ways.append(functools.partial(Store, path, read_only=True))
     for way in ways:

@@ -61,7 +61,7 @@ class FileSystem:
 def file_system(path: Path) -> FileSystem:
     """The file system of a path, or of the nearest folder above it that exists."""
     place = path.absolute()
-    while not place.exists() and place != place.parent:
+    while not _exists(place) and place != place.parent:
         place = place.parent
     kind = _statfs_type(place)
     if kind is None:
@@ -70,6 +70,15 @@ def file_system(path: Path) -> FileSystem:
     if kind in _LOCAL:
         return FileSystem(name=_LOCAL[kind], local=True)
     return FileSystem(name=_NETWORK.get(kind, f"type 0x{kind:x}"), local=False)
+
+
+def _exists(place: Path) -> bool:
+    # Of what lies below a folder that may not be entered, nothing is known.
+    try:
+        os.stat(place)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _statfs_type(place: Path) -> int | None:

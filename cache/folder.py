@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 _Record = TypeVar("_Record")
 
 _MAX_PEERS = 4096
+_MAX_OPEN = 64
 
 
 def host_file(path: Path, host: str) -> Path:
@@ -148,14 +149,18 @@ class FolderStore:
 
     def _read(self, store: Store, action: Callable[[Store], Iterable[_Record]]) -> Iterable[_Record]:
         """What a store holds. Another host may be in the middle of writing its file; one's own file has to work."""
+        if store is self._own:
+            return action(store)
         try:
             return action(store)
         except StoreError as error:
-            if store is self._own:
-                raise
             store.close()
             self._say(store.path, error)
             return ()
+        finally:
+            # There may be more hosts than a process may have files open.
+            if len(self._peers) > _MAX_OPEN:
+                store.close()
 
     def _say(self, path: Path, error: StoreError) -> None:
         """Says once that a file is left out. An empty one is about to be begun by its host: worth no warning."""

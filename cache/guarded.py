@@ -1,5 +1,6 @@
 """A store that may fail behind one that does not: trouble is said once, memory takes over, the store is tried again."""
 
+import contextlib
 import logging
 import random
 import time
@@ -7,12 +8,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from .evidence import choose
-from .faults import Fault, StoreError
+from .faults import Fault, store_error
 from .forking import ProcessLock
 from .interface import DecisionStore
 from .memory import MemoryStore
 from .merge import Slot, slot_of
 from .records import DecisionRecord, EnvironmentRecord, KeyRecord, MissRecord
+from .validation import RefusedRowError
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +25,7 @@ LAST_RETRY_S = 300.0
 
 
 class GuardedStore:
-    """The operations of a store, none of which raises `StoreError`.
+    """The operations of a store, none of which raises anything but `RefusedRowError`.
 
     While the store cannot be used, what is published is kept in memory, answers lookups, and is written once the store
     answers again. The store is tried again after a pause that grows from outage to outage.
@@ -125,7 +127,8 @@ class GuardedStore:
             if self._waiting():
                 self._try(lambda store: True, write=True)
             if self._store is not None:
-                self._store.close()
+                with contextlib.suppress(Exception):
+                    self._store.close()
 
     def _with_waiting(
         self, found: Iterable[DecisionRecord], wanted: Callable[[DecisionRecord], bool]
@@ -144,7 +147,10 @@ class GuardedStore:
             if self._waiting():
                 self._flush(store)
             result = action(store)
-        except StoreError as error:
+        except RefusedRowError:
+            # What was asked is at fault, not the store.
+            raise
+        except Exception as error:
             self._failed(error)
             return None
         if self._said and (write or self._fault is not Fault.READ_ONLY):
@@ -164,7 +170,7 @@ class GuardedStore:
                 if self._store is not None:
                     self._store.close()
                 self._store = self._opener(self._fault)
-            except StoreError as error:
+            except Exception as error:
                 self._failed(error)
             return self._store
 
@@ -183,7 +189,9 @@ class GuardedStore:
         """Whether there is something to write as soon as the store answers again."""
         return bool(self._pending) or bool(self._pending_misses.misses())
 
-    def _failed(self, error: StoreError) -> None:
+    def _failed(self, trouble: Exception) -> None:
+        # What was not foreseen is trouble with the store like any other: an op goes on without it.
+        error = store_error(self.name, trouble)
         with self._lock:
             self._fault = error.fault
             self._write_at = self._clock() + random.uniform(0.5, 1.0) * self._pause_s
@@ -191,7 +199,8 @@ class GuardedStore:
             if error.fault is not Fault.READ_ONLY:
                 self._open_at = self._write_at
                 if self._store is not None:
-                    self._store.close()
+                    with contextlib.suppress(Exception):
+                        self._store.close()
                     self._store = None
             if not self._said:
                 self._said = True

@@ -6,12 +6,12 @@ layer wins.
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .evidence import SOURCE_RANK, failures, imported, strength, with_failure
-from .faults import Fault
+from .faults import Fault, StoreError
 from .file import Store
 from .folder import host_files
 from .guarded import GuardedStore
@@ -20,11 +20,12 @@ from .interface import DecisionStore
 from .memory import MemoryStore
 from .merge import Evidence
 from .misses import by_key, frequency
+from .names import resolved
 from .pins import read_pins
 from .records import DecisionRecord, EnvironmentRecord, KeyRecord, MeasurementRecord, MissRecord
 from .seal import warn_about
-from .server import ServerDatabase, ServerStore
-from .store import default_path, open_existing, open_store
+from .server import JOB_PATIENCE_S, ServerStore, parse_url
+from .store import open_existing, open_store, stated_path
 
 logger = logging.getLogger(__name__)
 
@@ -109,19 +110,20 @@ class LayeredStore:
         return self._user.place if isinstance(self._user, GuardedStore) else self.name
 
     def resolve(
-        self, key: KeyRecord, environments: Sequence[str], *, known: Iterable[str] | None = None
+        self, key: KeyRecord, environments: Sequence[str], *, known: Mapping[str, str] | Iterable[str] | None = None
     ) -> Resolution | None:
         """The decision for a key.
 
         Args:
             key: The call.
             environments: Ids of environments to ask, one after the other; the first that has a decision answers.
-            known: Ids of the candidates that exist; decisions for others are passed over.
+            known: Ids of the candidates that exist; decisions for others are passed over. With their revisions,
+                what others say of them is not believed where it would leave none.
 
         Returns:
             The decision and its layer, or None.
         """
-        wanted = None if known is None else frozenset(known)
+        wanted = None if known is None else dict(known) if isinstance(known, Mapping) else dict.fromkeys(known, "")
         for environment in environments:
             if found := self._resolve(key, environment, wanted):
                 return found
@@ -181,13 +183,21 @@ class LayeredStore:
             found = {each.id: each for each in layer.store.environments()} | found
         return [found[name] for name in sorted(found)]
 
-    def failures(self, key: KeyRecord, environment: str) -> dict[tuple[str, str], MeasurementRecord]:
+    def failures(
+        self, key: KeyRecord, environment: str, *, known: Mapping[str, str] | None = None
+    ) -> dict[tuple[str, str], MeasurementRecord]:
         """What is known to fail for a key in an environment, by candidate and revision, of all layers.
 
         Only what is still believed: compile errors, overflows and wrong results as long as the revision and the
         environment last, with its compiler; want of memory and timeouts for a time; faults of a device never.
+
+        Args:
+            key: The call.
+            environment: Where.
+            known: Revisions of the candidates that exist, by id. Where others say that every one of them fails, only
+                what this host saw itself counts: one file must not keep a key from being tuned for good.
         """
-        return failures(self.evidence(key, environment))
+        return failures(record for _, record in self._heard(self._evidence(key, environment, self.layers), known))
 
     def record_misses(self, misses: Iterable[MissRecord]) -> None:
         """Adds misses to their counts, in the user's file and on the server.
@@ -219,7 +229,7 @@ class LayeredStore:
             if store is not None:
                 store.close()
 
-    def _resolve(self, key: KeyRecord, environment: str, known: frozenset[str] | None) -> Resolution | None:
+    def _resolve(self, key: KeyRecord, environment: str, known: Mapping[str, str] | None) -> Resolution | None:
         near = [layer for layer in self.layers if layer.kind != "server"]
         found = self._evidence(key, environment, near)
         # The server is asked where the near layers miss, not for every key of every process.
@@ -253,9 +263,18 @@ class LayeredStore:
             return record
         return imported(record, self._host if layer.kind == "server" else "")
 
+    def _heard(
+        self, found: Sequence[tuple[Layer, DecisionRecord]], known: Mapping[str, str] | None
+    ) -> Sequence[tuple[Layer, DecisionRecord]]:
+        """The evidence to go by: this host's own alone, where that of others would leave no candidate to run."""
+        if not known or not known.items() <= failures(record for _, record in found).keys():
+            return found
+        return [each for each in found if each[0].kind == "user" and each[1].host == self._host]
+
     def _best(
-        self, found: Sequence[tuple[Layer, DecisionRecord]], known: frozenset[str] | None = None
+        self, found: Sequence[tuple[Layer, DecisionRecord]], known: Mapping[str, str] | None = None
     ) -> tuple[Layer, DecisionRecord] | None:
+        found = self._heard(found, known)
         bad = failures(record for _, record in found)
         usable = [
             each
@@ -290,12 +309,12 @@ def open_layers(
     """
     pins, pin_hash = (None, "") if pin is None else open_pins(pin)
     if url is not None:
-        ServerDatabase(url)
-    user = default_path() if path is None else Path(path).expanduser()
+        parse_url(url)
+    user = stated_path(path)
     return LayeredStore(
         _looked_at(user) if read_only else open_store(user),
         server=None if url is None else _guarded_server(url, create=not read_only),
-        sites=[_site(each) for each in map(_expanded, shared) if each.absolute() != user.absolute()],
+        sites=[_site(each) for each in map(stated_path, shared) if each != user],
         packaged=_site(PACKAGED) if PACKAGED.exists() else None,
         pins=pins,
         pin_hash=pin_hash,
@@ -304,12 +323,11 @@ def open_layers(
 
 def _looked_at(path: Path) -> DecisionStore:
     """The user's file for reading; one that no decision has begun yet holds none."""
-    begun = path.stat().st_size > 0 if path.is_file() else path.exists() or bool(host_files(path))
+    try:
+        begun = path.stat().st_size > 0 if path.is_file() else path.exists() or bool(host_files(resolved(path)))
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror or error}", Fault.UNAVAILABLE) from error
     return open_existing(path) if begun else MemoryStore(name=str(path))
-
-
-def _expanded(path: str | os.PathLike[str]) -> Path:
-    return Path(path).expanduser()
 
 
 def open_pins(path: str | os.PathLike[str]) -> tuple[MemoryStore, str]:
@@ -323,7 +341,7 @@ def open_pins(path: str | os.PathLike[str]) -> tuple[MemoryStore, str]:
 
 
 def _guarded_server(url: str, *, create: bool) -> GuardedStore:
-    return GuardedStore("server", lambda fault: ServerStore(url, create=create))
+    return GuardedStore("server", lambda fault: ServerStore(url, create=create, patience_s=JOB_PATIENCE_S))
 
 
 def _site(path: Path) -> GuardedStore:

@@ -48,7 +48,7 @@ def migrate(
     Raises:
         StoreError: There is no way from one version to the other, a step failed, or the file is in use.
     """
-    path = database.path
+    path = database.file
     require_steps(path, found, wanted)
     database.close()
     copy = path.with_name(f"{path.name}.migrating-{os.getpid()}")

@@ -93,33 +93,40 @@ def put_decision(connection: Connection, record: DecisionRecord) -> DecisionReco
 
 
 def put_miss(connection: Connection, record: MissRecord) -> None:
-    """Adds a miss to its count."""
+    """Adds a miss to its count; a count that cannot be believed is begun anew."""
+    found = _found_miss(connection, record)
+    if found is not None and next(_sound([found], miss_record), None) is None:
+        connection.execute(delete(_MISSES).where(_MISSES.c.id == found["id"]))
     connection.execute(_put_miss(connection.dialect.name), miss_row(record))
 
 
 def merge_environment(connection: Connection, record: EnvironmentRecord) -> None:
     """Stores an environment; of two with one id, the same one wins in whatever order they come."""
     row = environment_row(record)
-    found = connection.execute(
-        select(_ENVIRONMENTS.c.facts).where(_ENVIRONMENTS.c.id == record.id)
-    ).scalar_one_or_none()
-    if found is None:
+    rows = connection.execute(select(_ENVIRONMENTS).where(_ENVIRONMENTS.c.id == record.id)).mappings().all()
+    known = next(_sound(rows, environment_record), None)
+    if not rows:
         put_environment(connection, record)
-    elif facts_order(found) < facts_order(row["facts"]):
+    elif known is None or facts_order(mapping_text(known.facts)) < facts_order(row["facts"]):
         connection.execute(update(_ENVIRONMENTS).where(_ENVIRONMENTS.c.id == record.id).values(facts=row["facts"]))
 
 
 def merge_misses(connection: Connection, records: Sequence[MissRecord]) -> None:
     """Stores miss counts. A host's count only grows, so of two the larger one holds the other."""
     for record in records:
-        row = miss_row(record)
-        where = [_MISSES.c[name] == row[name] for name in _MISS_SLOT]
-        found = connection.execute(select(_MISSES).where(*where)).mappings().first()
+        found = _found_miss(connection, record)
         if found is None:
-            connection.execute(insert(_MISSES), row)
+            connection.execute(insert(_MISSES), miss_row(record))
             continue
-        merged = counts.merged(miss_record(found), record)
+        known = next(_sound([found], miss_record), None)
+        merged = record if known is None else counts.merged(known, record)
         connection.execute(update(_MISSES).where(_MISSES.c.id == found["id"]).values(**miss_row(merged)))
+
+
+def _found_miss(connection: Connection, record: MissRecord) -> Row | None:
+    row = miss_row(record)
+    where = [_MISSES.c[name] == row[name] for name in _MISS_SLOT]
+    return connection.execute(select(_MISSES).where(*where)).mappings().first()
 
 
 def crowded_keys(connection: Connection) -> list[tuple[KeyRecord, str]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, FiniteFloat, PlainSerializer
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, FiniteFloat, PlainSerializer
 
 State = Literal["ok", "wrong", "failed", "skipped"]
 """How a candidate ended: timed, numerically wrong, raised, or not tried."""
@@ -51,9 +51,18 @@ def parse_time(text: object) -> object:
 def _utc(moment: object) -> object:
     """Every stored moment is in UTC, so that equal moments are equal records."""
     moment = parse_time(moment)
-    if isinstance(moment, datetime):
-        return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
-    return moment
+    return moment.replace(tzinfo=UTC) if isinstance(moment, datetime) and moment.tzinfo is None else moment
+
+
+# A day short of what Python can name, so that a successor, and another time zone, still have a moment.
+FIRST_MOMENT = datetime(1, 1, 2, tzinfo=UTC)
+LAST_MOMENT = datetime(9999, 12, 30, tzinfo=UTC)
+
+
+def _in_range(moment: datetime) -> datetime:
+    if not FIRST_MOMENT <= moment <= LAST_MOMENT:
+        raise ValueError("a moment between the years 1 and 9999 is wanted")
+    return moment.astimezone(UTC)
 
 
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
@@ -63,7 +72,9 @@ Text = Annotated[str, Field(max_length=MAX_REASON)]
 Size = Annotated[int, Field(ge=0, le=2**40)]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Microseconds = Annotated[FiniteFloat, Field(ge=0)]
-Moment = Annotated[datetime, BeforeValidator(_utc), PlainSerializer(time_text, when_used="json")]
+Moment = Annotated[
+    datetime, BeforeValidator(_utc), AfterValidator(_in_range), PlainSerializer(time_text, when_used="json")
+]
 Fact = str | int | float | bool | None
 Facts = Annotated[Mapping[Annotated[str, Field(max_length=200)], Fact], Field(max_length=MAX_MAPPING)]
 

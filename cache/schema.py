@@ -1,6 +1,7 @@
 """The schema of a file: made, checked, migrated; a file that is none is set aside."""
 
 import fcntl
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -9,11 +10,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from sqlalchemy import Connection, insert
+from sqlalchemy.dialects import sqlite
+from sqlalchemy.schema import CreateTable
 
 from . import migrations
 from .database import Database
 from .faults import Fault, StoreError
 from .models import SCHEMA_VERSION, Base, SchemaVersion
+from .names import resolved
+from .plain import columns_of
 from .records import time_text, utc_now
 from .seal import SEALED, locked_export
 
@@ -24,8 +29,6 @@ APPLICATION_ID = 0x4C54444E
 
 _MAGIC = b"SQLite format 3\0"
 _NAMES = frozenset({".sqlite", ".sqlite3", ".db"})
-
-_TABLES = {table.name: {column.name for column in table.columns} for table in Base.metadata.sorted_tables}
 
 
 def prepare(database: Database, *, verify: bool = False) -> None:
@@ -100,17 +103,14 @@ def file_version(connection: Connection) -> int | None:
     """The schema version of a SQLite file; None for an empty one.
 
     Raises:
-        StoreError: The file belongs to something else, or carries what runs by itself.
+        StoreError: The file belongs to something else, or has lost its version.
     """
-    objects = connection.exec_driver_sql("SELECT type, name FROM sqlite_master LIMIT 100").all()
-    if not objects:
+    # What runs by itself was refused when the connection was made.
+    tables = set(connection.exec_driver_sql("SELECT name FROM sqlite_master WHERE type = 'table'").scalars())
+    if not tables:
         return None
-    if extra := sorted({str(kind) for kind, _ in objects} - {"table", "index"}):
-        raise StoreError(
-            f"the file carries a {' and a '.join(extra)}, which no file of this product does", Fault.FOREIGN
-        )
     ours = connection.exec_driver_sql("PRAGMA application_id").scalar_one() == APPLICATION_ID
-    if ("table", SchemaVersion.__tablename__) not in [tuple(each) for each in objects]:
+    if SchemaVersion.__tablename__ not in tables:
         if ours:
             raise StoreError("the file has lost its schema version", Fault.DAMAGED)
         raise StoreError("the file is a database of something else", Fault.FOREIGN)
@@ -138,10 +138,11 @@ def create(connection: Connection) -> None:
 
 def sound_version(connection: Connection) -> int | None:
     """As `file_version`, after a look at every page."""
+    found = file_version(connection)
     answer = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar_one()
     if answer != "ok":
         raise StoreError(f"the file is damaged ({str(answer).splitlines()[0]})", Fault.DAMAGED)
-    return file_version(connection)
+    return found
 
 
 def set_aside(database: Database, reason: Exception, probe: Callable[[Connection], int | None]) -> Path | None:
@@ -152,7 +153,7 @@ def set_aside(database: Database, reason: Exception, probe: Callable[[Connection
         reason: How the damage showed.
         probe: Shows it again, now that nobody else sets the file aside at the same time.
     """
-    path = database.path
+    path = database.file
     with locked(path):
         database.close()
         try:
@@ -179,6 +180,8 @@ def set_aside(database: Database, reason: Exception, probe: Callable[[Connection
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Holds the lock of a path's rare operations: setting aside, migrating, replacing."""
+    # One lock for the file, by whatever link it is named.
+    path = resolved(path)
     with open(path.with_name(path.name + ".lock"), "a", encoding="ascii") as file:
         # Where a file system has no such locks, the operations are still atomic renames.
         with suppress(OSError):
@@ -198,6 +201,7 @@ def _unseal(connection: Connection) -> None:
 
 
 def _check_place(path: Path) -> None:
+    path = resolved(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -211,8 +215,12 @@ def _check_place(path: Path) -> None:
 
 
 def _check_readable(database: Database) -> None:
+    def work(connection: Connection) -> tuple[int | None, list[str]]:
+        found = file_version(connection)
+        return found, [] if found is None or found < SCHEMA_VERSION else _table_faults(connection, found)
+
     try:
-        found = database.run(file_version)
+        found, faults = database.run(work)
     except StoreError as error:
         if error.fault is Fault.DAMAGED and not meant_as_database(database.path):
             raise foreign(database.path) from error
@@ -225,25 +233,47 @@ def _check_readable(database: Database) -> None:
             "the first job or `tuner cache import` that may write it migrates it",
             Fault.OLDER,
         )
-    _check_tables(database, found)
+    _require_none(database, found, faults)
 
 
 def _check_tables(database: Database, found: int) -> None:
-    """Refuses a file whose tables lack columns, or compute one: reading it would run what the file says."""
+    """Refuses a file whose tables are not this product's."""
+    _require_none(database, found, database.run(functools.partial(_table_faults, found=found)))
 
-    def work(connection: Connection) -> list[str]:
-        faults = []
-        for table, wanted in _TABLES.items():
-            columns = connection.exec_driver_sql(f"PRAGMA table_xinfo({table})").mappings().all()
-            if missing := wanted - {column["name"] for column in columns}:
-                faults.append(f"{table} lacks {', '.join(sorted(missing))}")
-            if any(column["hidden"] for column in columns):
-                faults.append(f"{table} computes a column")
-        return faults
 
-    if faults := database.run(work):
+def _table_faults(connection: Connection, found: int) -> list[str]:
+    """How tables differ from this product's: those of its version have to be its own, a later one's at least serve.
+
+    What else a definition may say, as a foreign key that removes rows, would change what is stored.
+    """
+    faults = []
+    rows = connection.exec_driver_sql("SELECT name, sql FROM sqlite_master WHERE type = 'table'").all()
+    defined = {row[0]: row[1] for row in rows}
+    for table, wanted in _definitions().items():
+        there = columns_of(defined.get(table, ""))
+        if missing := _names(wanted) - _names(there):
+            faults.append(f"{table} lacks {', '.join(sorted(missing))}")
+        elif found == SCHEMA_VERSION and there != wanted:
+            faults.append(f"{table} is defined otherwise: {'; '.join(sorted(there ^ wanted))[:200]}")
+    return faults
+
+
+def _require_none(database: Database, found: int, faults: list[str]) -> None:
+    if faults:
         prefix = f"{_newer(database.path, found)}: " if found > SCHEMA_VERSION else f"{database.path}: "
         raise StoreError(prefix + "; ".join(faults), Fault.NEWER if found > SCHEMA_VERSION else Fault.FOREIGN)
+
+
+@functools.cache
+def _definitions() -> dict[str, frozenset[str]]:
+    """What the tables of this version are defined as."""
+    tables = Base.metadata.sorted_tables
+    return {table.name: columns_of(str(CreateTable(table).compile(dialect=sqlite.dialect()))) for table in tables}
+
+
+def _names(definitions: frozenset[str]) -> set[str]:
+    """The columns among definitions; constraints start with a word of their own."""
+    return {each.partition(" ")[0] for each in definitions} - {"PRIMARY", "UNIQUE", "CONSTRAINT", "FOREIGN"}
 
 
 def _newer(path: Path, found: int) -> str:

@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import stat
 from pathlib import Path
 
 import platformdirs
@@ -13,6 +14,7 @@ from .filesystem import file_system
 from .folder import FolderStore, host_files
 from .guarded import GuardedStore
 from .memory import MemoryStore
+from .names import require_one_name, resolved
 from .seal import SEALED, locked_export
 
 __all__ = [
@@ -39,13 +41,28 @@ def default_path() -> Path:
     return platformdirs.user_cache_path("layout_tuner") / "decisions.sqlite"
 
 
+def stated_path(path: str | os.PathLike[str] | None) -> Path:
+    """A path as somebody states it, absolute from now on: wherever the process goes, the file stays where it is.
+
+    Raises:
+        StoreError: There is no such user or working folder, or the text is no path.
+    """
+    try:
+        place = default_path() if path is None else Path(os.fsdecode(path)).expanduser()
+        if "\0" in str(place):
+            raise ValueError("holds a NUL character")
+        return place.absolute()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise StoreError(f"{os.fsdecode(path or '')!r}: {error}", Fault.UNAVAILABLE) from error
+
+
 def open_store(path: str | os.PathLike[str] | None = None) -> GuardedStore:
     """The store at a path. Whatever is wrong with it is said once, and memory serves until it can be used again.
 
     Args:
         path: The file; None means `default_path()`.
     """
-    place = default_path() if path is None else Path(path).expanduser()
+    place = stated_path(path)
     return GuardedStore(str(place), lambda fault: open_path(place, fault))
 
 
@@ -59,6 +76,8 @@ def open_path(path: Path, fault: Fault | None = None) -> Store | FolderStore:
     Raises:
         StoreError: It can be neither used nor made.
     """
+    # A link leads to where the file lies: that file system counts, and beside that file SQLite keeps its journals.
+    path = resolved(path)
     kind = file_system(path.parent)
     if not kind.local:
         if fault is None:
@@ -81,6 +100,7 @@ def open_existing(path: Path) -> Store | FolderStore:
         StoreError: There is nothing, or it cannot be read.
     """
     require_existing(path)
+    path = resolved(path)
     if not file_system(path.parent).local:
         return FolderStore(path, read_only=True)
     return open_for_reading(path)
@@ -88,13 +108,18 @@ def open_existing(path: Path) -> Store | FolderStore:
 
 def require_existing(path: Path) -> None:
     """Raises `StoreError` unless a path is a file, or stands for the files of hosts on a network file system."""
-    if path.is_dir():
-        raise StoreError(f"{path}: is a folder", Fault.UNAVAILABLE)
-    if not path.exists():
-        if file_system(path.parent).local or not host_files(path):
-            raise StoreError(f"{path}: no such file", Fault.UNAVAILABLE)
-    elif not path.is_file():
-        raise StoreError(f"{path}: is no regular file", Fault.UNAVAILABLE)
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        place = resolved(path)
+        if file_system(place.parent).local or not host_files(place):
+            raise StoreError(f"{path}: no such file", Fault.UNAVAILABLE) from None
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{path}: {getattr(error, 'strerror', None) or error}", Fault.UNAVAILABLE) from error
+    else:
+        if not stat.S_ISREG(mode):
+            what = "is a folder" if stat.S_ISDIR(mode) else "is no regular file"
+            raise StoreError(f"{path}: {what}", Fault.UNAVAILABLE)
 
 
 def require_place(path: Path) -> None:
@@ -108,10 +133,12 @@ def require_place(path: Path) -> None:
         )
     try:
         begun = _require_writable(path)
-    except OSError as error:
-        raise StoreError(f"{path}: {error.strerror or error}", Fault.UNAVAILABLE) from error
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{path}: {getattr(error, 'strerror', None) or error}", Fault.UNAVAILABLE) from error
     if not begun:
         return
+    if file_system(resolved(path).parent).local:
+        require_one_name(resolved(path))
     try:
         open_for_reading(path).close()
     except StoreError as error:
@@ -121,7 +148,7 @@ def require_place(path: Path) -> None:
 
 def require_no_export(path: Path) -> None:
     """Raises `StoreError` where a command is to write to an export, which root could."""
-    if file_system(path.parent).local and locked_export(path):
+    if file_system(resolved(path).parent).local and locked_export(path):
         raise StoreError(f"{path}: {SEALED}", Fault.UNAVAILABLE)
 
 
@@ -136,7 +163,7 @@ def _require_writable(path: Path) -> bool:
     above = next(each for each in path.absolute().parents if each.exists())
     if not above.is_dir():
         raise StoreError(f"{path}: {above} is no folder; {instead}", Fault.UNAVAILABLE)
-    own = [path] if path.exists() and file_system(path.parent).local else []
+    own = [path] if path.exists() and file_system(resolved(path).parent).local else []
     for place in (above, *own):
         if not os.access(place, os.W_OK):
             raise StoreError(f"{path}: {place} cannot be written, so decisions could not be kept", Fault.UNAVAILABLE)

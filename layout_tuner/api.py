@@ -21,10 +21,10 @@ from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from . import router
-from .config import Config, disabled, forced
+from .config import Config, disabled, forced, with_cache
 from .errors import ConfigError, Faults
 from .forcing import Forced, parse
-from .router import Policy, Router
+from .router import Policy, Router, require_server
 
 log = logging.getLogger(__name__)
 
@@ -216,13 +216,14 @@ def enable(
     with faults.gathered():
         settings = config if isinstance(config, Config) else Config.load(config)
     with faults.gathered():
+        settings = with_cache(settings, cache)
+    with faults.gathered():
+        require_server(settings)
+    with faults.gathered():
         wanted = forced_candidates()
     with faults.gathered():
         off = disabled()
     faults.complain()
-    if cache is not None:
-        section = settings.cache.model_copy(update={"path": os.fspath(cache)})
-        settings = settings.model_copy(update={"cache": section})
     if off:
         log.warning("LAYOUT_TUNER_DISABLE=1: nothing is routed, the default candidates run")
         return Enabled(None)

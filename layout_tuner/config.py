@@ -8,6 +8,7 @@ An explicit argument wins over an environment variable, that over `tuner.toml`, 
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,32 @@ PREFIX = "LAYOUT_TUNER_"
 FILE = "tuner.toml"
 
 Policy = Literal["auto", "tune", "default", "error"]
+
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_SECRETS = (
+    re.compile(r"(?<=://)[^/\s]*@"),
+    re.compile(r"(?<=password=)[^&\s'\"]*", re.IGNORECASE),
+)
+
+
+def absolute(path: str) -> str:
+    """A path as it is from now on, wherever the process goes; raises `ValueError` where it is none."""
+    if _URL.match(path):
+        raise ValueError("a file is wanted; a server is named by [cache] url")
+    if "\0" in path:
+        raise ValueError("a path holds no NUL character")
+    try:
+        return str(Path(path).expanduser().absolute())
+    except (OSError, RuntimeError) as error:
+        raise ValueError(str(error)) from None
+
+
+def without_secrets(text: str) -> str:
+    """A text in which URLs show neither users nor passwords."""
+    for secret, shown in zip(_SECRETS, ("***@", "***"), strict=True):
+        text = secret.sub(shown, text)
+    return text
 
 
 class Section(BaseModel):
@@ -37,6 +64,11 @@ class Tuning(Section):
     budget_s: Annotated[float, Field(gt=0.0)] = 120.0
     bit_exact: bool = False
     pin: str = ""
+
+    @field_validator("pin")
+    @classmethod
+    def _absolute(cls, value: str) -> str:
+        return absolute(value) if value else value
 
 
 class Measure(Section):
@@ -69,6 +101,16 @@ class Cache(Section):
     path: str = ""
     shared: tuple[str, ...] = ()
     url: str = ""
+
+    @field_validator("path")
+    @classmethod
+    def _absolute(cls, value: str) -> str:
+        return absolute(value) if value else value
+
+    @field_validator("shared")
+    @classmethod
+    def _all_absolute(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(absolute(each) for each in value)
 
     @field_validator("shared", mode="before")
     @classmethod
@@ -144,12 +186,26 @@ class Config(BaseModel):
         return config
 
 
+def with_cache(settings: Config, path: str | os.PathLike[str] | None) -> Config:
+    """The settings with another file of decisions; raises `ConfigError` where the path is none."""
+    if path is None:
+        return settings
+    try:
+        place = absolute(os.fsdecode(path))
+    except ValueError as error:
+        raise ConfigError(f"cache: {error}, got {without_secrets(repr(os.fsdecode(path)))}") from None
+    section = settings.cache.model_copy(update={"path": place})
+    return settings.model_copy(update={"cache": section})
+
+
 def read_file(path: str | os.PathLike[str] | None) -> tuple[dict[str, object], str]:
     """The parsed settings file and its name; nothing where none is named and the working directory has none."""
     named = path or os.environ.get(PREFIX + "CONFIG")
     file = Path(named) if named else Path(FILE)
     if not named and not file.is_file():
         return {}, FILE
+    if "\0" in str(file):
+        raise ConfigError(f"{str(file)!r}: a path holds no NUL character")
     try:
         return tomllib.loads(file.read_text(encoding="utf-8")), str(file)
     except OSError as error:
@@ -238,7 +294,7 @@ def describe(fault: Mapping[str, object], origins: Mapping[tuple[str, str], str]
         return f"{origin}: {rest[0] if rest else section}: {REFUSAL}"
     if fault["type"] != "extra_forbidden":
         complaint = str(fault["msg"]).removeprefix("Value error, ")
-        return f"{origin}: {where}: {complaint}" + (f", got {fault['input']!r}" if rest else "")
+        return f"{origin}: {where}: {complaint}" + (f", got {without_secrets(repr(fault['input']))}" if rest else "")
     fields = Config.model_fields
     known = list(fields[section].default.__class__.model_fields) if rest else [f"[{name}]" for name in fields]
     return f"{origin}: {where}: unknown (known: {', '.join(known)})"

@@ -19,7 +19,6 @@ from layout_tuner.cache.records import MissRecord
 
 from .counters import Tally
 from .decisions import key_record
-from .errors import CacheError
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +66,7 @@ class MissLog:
             for store, found in fresh.values():
                 try:
                     store.record_misses([miss for _, _, miss in found])
-                except (CacheError, OSError) as error:  # a cache never fails an op
+                except Exception as error:  # a cache never fails an op
                     log.warning("cache: %s", error)
                     continue
                 for tally, calls, _ in found:

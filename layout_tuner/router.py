@@ -25,6 +25,7 @@ import torch
 
 from layout_tuner.cache.layers import LayeredStore, Resolution, open_layers
 from layout_tuner.cache.records import MAX_REASON, DecisionRecord, MeasurementRecord
+from layout_tuner.cache.server import parse_url
 
 from . import counters, forcing, watched
 from . import device as devices
@@ -32,7 +33,7 @@ from .config import Config
 from .counters import UNROUTED, Tallies, Tally, count_tuning, saved_us
 from .decisions import key_record, measurement_of, outcome_record
 from .environment import PREDICTED, environment
-from .errors import CacheError, LayoutTunerError, PackingError, TooLittleMemoryError, TuningError
+from .errors import CacheError, ConfigError, LayoutTunerError, PackingError, TooLittleMemoryError, TuningError
 from .experiment import Experiment
 from .fitting import Fits, Run, Scalars, Signature, fitting, guard, running, signature
 from .footprint import MARGIN, MIB, tuning_bytes
@@ -269,7 +270,7 @@ class Router:
         )
         try:
             self.store.quarantine(record, failure)
-        except (CacheError, OSError) as trouble:  # a cache never fails an op
+        except Exception as trouble:  # a cache never fails an op
             log.warning("cache: %s", trouble)
 
     def prepare(self, spec: OpSpec, key: Key, device: torch.device, candidate: Candidate, call: Call) -> Prepared:
@@ -534,7 +535,7 @@ class Router:
             environments.append(PREDICTED + devices.chip(device).name)
         try:
             found = self.store.resolve(key_record(key), environments, known=alive)
-        except (CacheError, OSError) as error:  # a cache never fails an op
+        except Exception as error:  # a cache never fails an op
             log.warning("cache: %s", error)
             return None
         if found is None or alive[found.record.candidate] != found.record.revision:
@@ -641,7 +642,8 @@ class Router:
             measure = measure.model_copy(update={"warmup_rounds": 1, "min_rounds": 5, "max_rounds": 5})
         if budget_s is not None:
             tuning = tuning.model_copy(update={"budget_s": min(budget_s, tuning.budget_s)})
-        trials = experiment.trials(self.known_failures(key, where.id))
+        alive = {candidate.id: candidate.revision for candidate in spec.candidates(key)}
+        trials = experiment.trials(self.known_failures(key, where.id, alive))
         # A function of ours that is timed against another library's calls through here: no call of anybody's.
         with torch.no_grad(), self._lock, devices.guard(device), self.tallies.paused():
             timer = self.timer or make_timer(device, self.config)
@@ -653,7 +655,7 @@ class Router:
         count_tuning(spec.name)
         try:
             self.store.publish(decision, facts)
-        except (CacheError, OSError) as error:
+        except Exception as error:  # a cache never fails an op
             log.warning("cache: %s: the decision is kept in memory only", error)
         log.info("%s: %s", key, describe(outcome))
         return outcome
@@ -663,11 +665,11 @@ class Router:
         """Bytes of device memory that the oracle may take."""
         return self.config.measure.oracle_mib << 20
 
-    def known_failures(self, key: Key, where: str) -> dict[tuple[str, str], Measurement]:
+    def known_failures(self, key: Key, where: str, known: Mapping[str, str]) -> dict[tuple[str, str], Measurement]:
         """What the cache knows to fail for a key, by candidate and revision, as far as that is still believed."""
         try:
-            found = self.store.failures(key_record(key), where)
-        except (CacheError, OSError) as error:  # a cache never fails an op
+            found = self.store.failures(key_record(key), where, known=known)
+        except Exception as error:  # a cache never fails an op
             log.warning("cache: %s", error)
             return {}
         return {place: measurement_of(record) for place, record in found.items()}
@@ -691,6 +693,15 @@ class Router:
         self.misses.flush()
         if self._store is not None:
             self._store.close()
+
+
+def require_server(settings: Config) -> None:
+    """Raises `ConfigError` where a server is named that cannot be one, rather than at the first op."""
+    if settings.cache.url:
+        try:
+            parse_url(settings.cache.url)
+        except CacheError as error:
+            raise ConfigError(str(error)) from None
 
 
 def make_timer(device: torch.device, config: Config) -> Timer:

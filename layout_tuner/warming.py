@@ -21,13 +21,13 @@ from layout_tuner.cache.records import MAX_REASON, DecisionRecord, MissRecord
 from . import device as devices
 from . import ops as _ops  # noqa: F401  registers every op
 from . import registry
-from .config import Config
+from .config import Config, with_cache
 from .decisions import key_of, key_record
 from .environment import Environment, environment
-from .errors import CacheError, ConfigError, Faults, LayoutTunerError
+from .errors import ConfigError, Faults, LayoutTunerError
 from .keys import Key, bucketed
 from .registry import OpSpec
-from .router import Router, push, remove
+from .router import Router, push, remove, require_server
 from .shapes import Shape, keys, load_shapes, parse_shapes
 from .tuner import CHECKING
 
@@ -144,9 +144,11 @@ def warmup(
     where = torch.device("cpu")
     with faults.gathered():
         where = devices.resolve(str(device) if device is not None else None)
+    with faults.gathered():
+        settings = with_cache(settings, cache)
+    with faults.gathered():
+        require_server(settings)
     faults.complain()
-    if cache is not None:
-        settings = settings.model_copy(update={"cache": settings.cache.model_copy(update={"path": os.fspath(cache)})})
     made = router or Router(settings, on_miss="tune")
     wanted, refused = keys(entries, settings.keys.bucket)
     if from_misses:
@@ -256,7 +258,7 @@ def remember_failure(router: Router, key: Key, where: Environment, reason: str) 
     note = MissRecord(key=key_record(key), environment=where.id, count=0, reason=(FAILED + reason)[:MAX_REASON])
     try:
         router.store.record_misses([note])
-    except (CacheError, OSError) as error:  # a cache never fails an op
+    except Exception as error:  # a cache never fails an op
         log.warning("cache: %s", error)
 
 

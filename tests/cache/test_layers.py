@@ -225,3 +225,34 @@ def test_show_says_which_layer_each_decision_comes_from(tmp_path, site, make, mo
     assert "measured, used, user: " in " ".join(text.split())
     (decision,) = json.loads(run_here(["show", "--json"], monkeypatch, capsys).out)["decisions"]
     assert decision["candidate"] == "full/g=STRIDE_HV"
+
+
+CANDIDATES = {"full/g=T_CONTIG": "r1", "full/g=STRIDE_HV": "r1"}
+
+
+def all_wrong(make, revision="r1"):
+    return tuple(make.measurement(each, revision=revision, state="wrong", failure="wrong") for each in CANDIDATES)
+
+
+@pytest.mark.parametrize("layer", ["site", "server", "packaged", "user"])
+def test_others_that_call_every_candidate_wrong_do_not_keep_a_key_from_being_tuned(layers, make, layer):
+    put(layers, make, layer, host="there", measurements=all_wrong(make))
+    assert len(layers.failures(make.key(), make.environment.id)) == 2
+    assert layers.failures(make.key(), make.environment.id, known=CANDIDATES) == {}
+    assert layers.resolve(make.key(), (make.environment.id,), known=CANDIDATES) is None
+    # What is tuned then is used, by later processes too.
+    tuned = put(layers, make, "user", candidate="full/g=STRIDE_HV", host=HERE)
+    assert layers.resolve(make.key(), (make.environment.id,), known=CANDIDATES).record == tuned
+
+
+def test_what_this_host_saw_is_believed_whatever_is_left(layers, make):
+    put(layers, make, "user", measurements=all_wrong(make))
+    assert len(layers.failures(make.key(), make.environment.id, known=CANDIDATES)) == 2
+    assert layers.resolve(make.key(), (make.environment.id,), known=CANDIDATES) is None
+
+
+def test_others_that_leave_a_candidate_are_believed(layers, make):
+    put(layers, make, "site", measurements=all_wrong(make)[:1])
+    assert list(layers.failures(make.key(), make.environment.id, known=CANDIDATES)) == [("full/g=T_CONTIG", "r1")]
+    put(layers, make, "packaged", measurements=all_wrong(make, "an older one")[1:], T=2048, candidate="x")
+    assert len(layers.failures(make.key(), make.environment.id, known=CANDIDATES)) == 2

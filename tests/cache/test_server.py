@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -329,3 +330,69 @@ def test_without_the_driver_the_file_serves(tmp_path, make, monkeypatch, caplog)
     assert layers.lookup(make.key(), make.environment.id) == kept
     assert "psycopg" in caplog.text
     layers.close()
+
+
+@contextlib.contextmanager
+def frozen(server):
+    """The server's processes stand still; their machine goes on to answer for them."""
+    main = int((server.data / "postmaster.pid").read_text().split()[0])
+    children = subprocess.run(["pgrep", "-P", str(main)], capture_output=True, text=True).stdout.split()
+    every = [main, *map(int, children)]
+    for process in every:
+        os.kill(process, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for process in every:
+            os.kill(process, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_a_frozen_server_does_not_stop_an_op(server, url, tmp_path, make, caplog, connected):
+    clock = [1e9]
+    ServerStore(url).close()
+    if connected:
+        layers = layers_of(tmp_path / "user.sqlite", url, clock)
+        layers.publish(make.decision(T=1), make.environment)
+    with frozen(server):
+        start = time.monotonic()
+        if not connected:
+            layers = layers_of(tmp_path / "user.sqlite", url, clock)
+        kept = layers.publish(make.decision(T=2), make.environment)
+        assert layers.lookup(make.key(T=2), make.environment.id) == kept
+        assert layers.lookup(make.key(T=99), make.environment.id) is None
+        assert time.monotonic() - start < 8
+    assert "did not answer" in caplog.text or "timeout expired" in caplog.text
+    clock[0] += 1000
+    layers.publish(make.decision(T=3), make.environment)
+    layers.close()
+    with contextlib.closing(ServerStore(url)) as store:
+        assert sorted(record.key.T for record in store.decisions()) == ([1, 2, 3] if connected else [2, 3])
+
+
+def test_a_lock_that_somebody_holds_does_not_stop_an_op(server, url, tmp_path, make):
+    clock = [1e9]
+    layers = layers_of(tmp_path / "user.sqlite", url, clock)
+    layers.publish(make.decision(T=1), make.environment)
+    with contextlib.closing(ServerStore(url)) as other, other._database._connected() as connection:
+        connection.exec_driver_sql("LOCK TABLE decisions IN ACCESS EXCLUSIVE MODE")
+        start = time.monotonic()
+        kept = layers.publish(make.decision(T=2), make.environment)
+        assert layers.lookup(make.key(T=2), make.environment.id) == kept
+        assert time.monotonic() - start < 5
+    layers.close()
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["//{user}:secret@{host}/none", "//{user}@{host}/none?password=secret", "//{host}/none?user=x&sslpassword=secret"],
+)
+def test_no_password_is_shown_wherever_it_stands(server, place, monkeypatch, tmp_path, capsys):
+    url = "postgresql+psycopg:" + place.format(user=USER, host=f"127.0.0.1:{server.port}")
+    with pytest.raises(StoreError) as caught:
+        ServerStore(url)
+    assert "secret" not in str(caught.value)
+    assert "none" in str(caught.value)
+    monkeypatch.chdir(tmp_path)
+    done = run_here(["doctor", "--cache", url], monkeypatch, capsys)
+    assert "secret" not in done.out + done.err
