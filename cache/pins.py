@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from layout_tuner.errors import CacheError
 
-from .atomic import write_atomically
+from .atomic import require_replaceable, write_atomically
 from .records import DecisionRecord
 from .validation import DECISION, RefusedRowError, check_decision, explain
 
@@ -89,13 +89,10 @@ def read_pins(path: str | os.PathLike[str]) -> tuple[str, tuple[DecisionRecord, 
 
 def _refuse_other_files(path: Path) -> None:
     """Raises `CacheError` where a file would be written over that is no pin file."""
+    require_replaceable(path)
     try:
-        if not path.exists() and not path.is_symlink():
+        if not path.exists():
             return
-        if path.is_dir():
-            raise CacheError(f"{path}: is a folder")
-        if not path.is_file():
-            raise CacheError(f"{path}: is no regular file")
         size = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(_START_BYTES)

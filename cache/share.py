@@ -12,7 +12,7 @@ from sqlalchemy import Connection, insert
 
 from layout_tuner.errors import CacheError
 
-from .atomic import replacing
+from .atomic import replacing, require_replaceable
 from .bulk import Tally
 from .database import Database
 from .evidence import choose, imported
@@ -256,11 +256,10 @@ def _target(out: str | os.PathLike[str], sources: Iterable[Path]) -> Path:
     for suffix in ("-wal", "-journal"):
         if Path(f"{target}{suffix}").exists():
             raise CacheError(f"{target}: is in use; {instead}")
-    if target.exists() or target.is_symlink():
-        require_file(target)
-        if target.stat().st_size and seal_state(target) is SealState.NONE:
-            what = f"is a file of decisions and no export; {instead}" if _ours(target) else "is there and no export"
-            raise CacheError(f"{target}: {what}")
+    require_replaceable(target)
+    if target.exists() and target.stat().st_size and seal_state(target) is SealState.NONE:
+        what = f"is a file of decisions and no export; {instead}" if _ours(target) else "is there and no export"
+        raise CacheError(f"{target}: {what}")
     return target
 
 
