@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from layout_tuner.errors import CacheError
+from layout_tuner.files import read_file
 
 from .atomic import require_replaceable, write_atomically
 from .records import DecisionRecord
@@ -68,7 +69,7 @@ def read_pins(path: str | os.PathLike[str]) -> tuple[str, tuple[DecisionRecord, 
     try:
         if os.stat(path).st_size > MAX_PIN_BYTES:
             raise CacheError(f"{path}: larger than {MAX_PIN_BYTES} bytes")
-        document = json.loads(Path(path).read_bytes())
+        document = json.loads(read_file(path))
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise CacheError(f"{path}: not a pin file (its format is not {FORMAT!r})")
         plain = document.get("decisions")
