@@ -4,6 +4,7 @@ import heapq
 import logging
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
+from datetime import datetime
 
 from .faults import StoreError
 from .folder import FolderStore
@@ -102,7 +103,7 @@ def _key_text(record: DecisionRecord) -> str:
     return f"{key.op} {sizes} {key.dtype} {'packed' if key.varlen else 'dense'} {key.form} {record.environment}"
 
 
-def _newest(group: list[DecisionRecord]) -> object:
+def _newest(group: list[DecisionRecord]) -> datetime:
     return max(record.created_at for record in group)
 
 

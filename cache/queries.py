@@ -181,7 +181,7 @@ def decisions_beside(connection: Connection, ids: Sequence[int]) -> list[list[De
         .order_by(DECISIONS.c.id)
     )
     rows = connection.execute(statement).mappings().all()
-    found: dict[tuple[object, ...], list[DecisionRecord]] = {}
+    found: dict[tuple[str, KeyRecord], list[DecisionRecord]] = {}
     for record in records_of(connection, rows):
         found.setdefault((record.environment, record.key), []).append(record)
     order = {row_id: place for place, row_id in enumerate(ids)}

@@ -122,11 +122,13 @@ def merge(
         print_json_list(
             "conflicts",
             conflicts,
-            path=str(merged.exported.path),
-            decisions=merged.exported.decisions,
-            sha256=merged.exported.sha256,
-            rows=_tally_json(merged.tally),
-            conflicts_left_out=merged.disputes - len(merged.conflicts),
+            {
+                "path": str(merged.exported.path),
+                "decisions": merged.exported.decisions,
+                "sha256": merged.exported.sha256,
+                "rows": _tally_json(merged.tally),
+                "conflicts_left_out": merged.disputes - len(merged.conflicts),
+            },
         )
         return
     for conflict in merged.conflicts[:LINES]:

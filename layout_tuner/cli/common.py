@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -192,20 +192,20 @@ def print_json(content: object) -> None:
     typer.echo(json.dumps(content, indent=2))
 
 
-def print_json_list(name: str, rows: Iterable[object], **more: object) -> None:
+def print_json_list(name: str, rows: Iterable[object], more: Mapping[str, object] | None = None) -> None:
     """One JSON object on stdout that holds a list, written row by row, and before it what else is to be said."""
     global _printed
     first = True
     for row in rows:
         _printed = True
         if first:
-            head = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in more.items())
+            head = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in (more or {}).items())
             sys.stdout.write(f'{{\n{head}  "{name}": [')
         text = json.dumps(row, indent=2).replace("\n", "\n    ")
         sys.stdout.write(f"{'' if first else ','}\n    {text}")
         first = False
     if first:
-        print_json({**more, name: []})
+        print_json({**(more or {}), name: []})
     else:
         sys.stdout.write("\n  ]\n}\n")
 

@@ -63,7 +63,7 @@ def show(
         left = max(0, found.keys - start - most) + min(start, found.keys) if most else 0
         if json:
             more = {} if limit is None else {"left_out": left}
-            print_json_list("decisions", (_json(each, layers) for group in shown for each in group), **more)
+            print_json_list("decisions", (_json(each, layers) for group in shown for each in group), more)
             return
         if not found.keys:
             console().print(_nothing(store, asked))
