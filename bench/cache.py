@@ -1,6 +1,7 @@
 """Speed of the decision cache: a large file, and many writers at once.
 
-python bench/cache.py                                   # the table of a file with 100,000 decisions
+python bench/cache.py                                   # each command on a file with 100,000 decisions
+python bench/cache.py --decisions 1000000               # on one with a million: some 1.5 GiB, and as much for each copy
 python bench/cache.py --writers 64 --publishes 40       # the median publish of 64 processes on one file
 """
 
@@ -8,7 +9,7 @@ import argparse
 import contextlib
 import json
 import os
-import resource
+import sqlite3
 import statistics
 import subprocess
 import sys
@@ -20,7 +21,6 @@ from pathlib import Path
 
 from layout_tuner.cache.file import Store
 from layout_tuner.cache.records import DecisionRecord, EnvironmentRecord, KeyRecord, MeasurementRecord
-from layout_tuner.cache.share import export_file, import_file
 
 ENVIRONMENT = EnvironmentRecord(id="bench-environment", facts={"device": "none", "compiler": "none"})
 CANDIDATES = ("block/g=STRIDE_HV", "block/g=T_CONTIG", "full/g=STRIDE_HV", "full/g=T_CONTIG")
@@ -75,11 +75,6 @@ def decisions(number: int) -> Iterator[DecisionRecord]:
     return (decision(each, "elsewhere") for each in range(number))
 
 
-def peak_mib() -> float:
-    """The most memory that this process ever had, in MiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
 # Run in a process of its own, as the first call of a training job would. What a process had at most is read from /proc,
 # because getrusage counts what its parent had at the fork.
 FIRST_LOOKUP = """
@@ -103,39 +98,65 @@ def first_lookup(path: Path, number: int) -> dict[str, float]:
     """Opening a file and answering one lookup, imports left out; the medians of five processes."""
     command = [sys.executable, "-c", FIRST_LOOKUP, str(path), str(number)]
     answers = [subprocess.run(command, check=True, capture_output=True, text=True).stdout.split() for _ in range(5)]
-    names = ("open + first lookup, ms", "open + first lookup, processor ms", "its process, MiB")
-    return {name: statistics.median(float(each[place]) for each in answers) for place, name in enumerate(names)}
+    wall_ms, processor_ms, mib = (statistics.median(float(each[place]) for each in answers) for place in range(3))
+    return {"s": wall_ms / 1e3, "processor s": processor_ms / 1e3, "peak MiB": mib}
 
 
-@contextlib.contextmanager
-def timed(result: dict[str, float], name: str) -> Iterator[None]:
-    """Notes how long something took, by the clock and by the processor; they differ where others use it too."""
-    clock, processor = time.perf_counter(), time.process_time()
-    yield
-    result[f"{name}, s"] = time.perf_counter() - clock
-    result[f"{name}, processor s"] = time.process_time() - processor
+# As many decisions go through Python records; a larger file has copies of them for other lengths.
+RECORDS = 100_000
+TUNER = Path(sys.executable).with_name("tuner")
 
 
-def large_file(folder: Path, number: int) -> dict[str, float]:
+def build(path: Path, number: int) -> None:
+    """Makes a file of many decisions."""
+    first = min(number, RECORDS)
+    with contextlib.closing(Store(path)) as store:
+        store.absorb(decisions(first), [ENVIRONMENT])
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        for copy in range(1, -(-number // first)):
+            shift = {"shift": copy * first, "left": number - copy * first}
+            for table, changed, which in (
+                ("decisions", {"id": "id + :shift", "T": "T + :shift"}, "id <= :left"),
+                ("measurements", {"id": "NULL", "decision_id": "decision_id + :shift"}, "decision_id <= :left"),
+            ):
+                names = [row[1] for row in connection.execute(f"PRAGMA table_info({table})")]
+                values = ", ".join(changed.get(name, name) for name in names)
+                within = f"{which} AND {'id' if table == 'decisions' else 'decision_id'} <= {first}"
+                connection.execute(f"INSERT INTO {table} SELECT {values} FROM {table} WHERE {within}", shift)
+            connection.commit()
+
+
+def command(*arguments: object) -> dict[str, float]:
+    """Runs the `tuner` command; says what it took by the clock and of the processor, and its memory at most."""
+    start = time.perf_counter()
+    process = subprocess.Popen([TUNER, *map(str, arguments)], stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"tuner {arguments} ended with {process.returncode}")
+    return {
+        "s": time.perf_counter() - start,
+        "processor s": used.ru_utime + used.ru_stime,
+        "peak MiB": used.ru_maxrss / 1024,
+    }
+
+
+def large_file(folder: Path, number: int) -> Iterator[tuple[str, dict[str, float]]]:
     """Everything about a file with many decisions, by name."""
-    result: dict[str, float] = {}
     source, export, target = folder / "source.sqlite", folder / "export.sqlite", folder / "target.sqlite"
-    with contextlib.closing(Store(source)) as store:
-        # Begun with one, as a file in use is: an empty one would spare the look for what is there already.
-        store.publish(decision(number + 1, ""), ENVIRONMENT)
-        with timed(result, "absorb records"):
-            store.absorb(decisions(number), [ENVIRONMENT])
-        with timed(result, "export"):
-            written = export_file(store, export)
-        result["export, MiB"] = written.size_bytes / 2**20
+    # In a process of its own, whose memory is not counted as that of the commands.
+    subprocess.run([sys.executable, __file__, "--decisions", str(number), "--build", str(source)], check=True)
+    yield "open + first lookup", first_lookup(source, number)
+    yield "tuner show", command("show", "--cache", source)
+    yield "tuner show --like T=777 --json", command("show", "--cache", source, "--like", "T=777 ", "--json")
+    yield "tuner cache export", command("cache", "export", export, "--cache", source)
+    yield "tuner cache merge", command("cache", "merge", export, "-o", folder / "merged.sqlite")
+    (folder / "merged.sqlite").unlink()
     with contextlib.closing(Store(target)) as store:
+        # Begun with one, as a file in use is.
         store.publish(decision(number + 2, ""), ENVIRONMENT)
-        with timed(result, "import"):
-            import_file(store, export)
-        with timed(result, "import again"):
-            import_file(store, export)
-    result["all of that, peak MiB"] = peak_mib()
-    return result | first_lookup(source, number)
+    yield "tuner cache import", command("cache", "import", export, "--cache", target)
+    yield "tuner cache import, again", command("cache", "import", export, "--cache", target)
 
 
 def write(path: Path, writer: int, publishes: int, output: int) -> None:
@@ -198,17 +219,21 @@ def main() -> None:
     parser.add_argument("--writers", type=int, default=0)
     parser.add_argument("--publishes", type=int, default=40)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--build", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.build:
+        build(options.build, options.decisions)
+        return
     with tempfile.TemporaryDirectory() as folder:
         if options.writers:
             result = many_writers(Path(folder) / "decisions.sqlite", options.writers, options.publishes)
-        else:
-            result = large_file(Path(folder), options.decisions)
-    if options.json:
-        print(json.dumps(result))
-        return
-    for name, value in result.items():
-        print(f"{name:34} {value:12.2f}")
+            print(json.dumps(result) if options.json else "\n".join(f"{k:34} {v:12.2f}" for k, v in result.items()))
+            return
+        for name, values in large_file(Path(folder), options.decisions):
+            if options.json:
+                print(json.dumps({name: values}), flush=True)
+            else:
+                print(f"{name:34}", *(f"{value:10.2f} {unit}" for unit, value in values.items()), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,23 @@
 """Many decisions at once: what merging and importing are made of."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import Column, Connection, MetaData, Table, and_, delete, func, insert, select
 from sqlalchemy.schema import CreateTable
 
 from .evidence import newer
+from .faults import StoreError
 from .queries import DECISION_SLOT, DECISIONS, MEASUREMENTS, records_of, slot_values
 from .records import DecisionRecord, time_text
 from .rows import decision_row, measurement_row
 
 BATCH = 1000
+
+_Record = TypeVar("_Record")
 
 _WANTED = Table(
     "wanted_slots",
@@ -42,6 +46,11 @@ class Tally:
     kept: int = 0
     refused: int = 0
 
+    @property
+    def seen(self) -> int:
+        """How many there were."""
+        return self.added + self.replaced + self.kept + self.refused
+
     def __iadd__(self, other: "Tally") -> "Tally":
         self.added += other.added
         self.replaced += other.replaced
@@ -50,7 +59,37 @@ class Tally:
         return self
 
 
-def batches(records: Iterable[DecisionRecord]) -> Iterator[list[DecisionRecord]]:
+Progress = Callable[[str, int, int | None], None]
+"""Is told what is being done, how much of it is, and of how much; None: that cannot be told."""
+
+
+def silent(what: str, done: int, total: int | None) -> None:
+    """Tells nobody."""
+
+
+def told(records: Iterable[_Record], progress: Callable[[int], None]) -> Iterator[_Record]:
+    """The records, while somebody is told from time to time how many went by."""
+    for number, record in enumerate(records):
+        if number % BATCH == 0:
+            progress(number)
+        yield record
+
+
+@contextlib.contextmanager
+def saying_what_is_stored(tally: Tally) -> Iterator[None]:
+    """Has a `StoreError` say how much had been stored when it came."""
+    try:
+        yield
+    except StoreError as error:
+        stored = tally.added + tally.replaced
+        if not stored:
+            raise
+        raise StoreError(
+            f"{error}; {stored} decisions were stored before that, and doing it again does no harm", error.fault
+        ) from error
+
+
+def batches(records: Iterable[_Record]) -> Iterator[list[_Record]]:
     """The records in runs that one transaction each takes."""
     left = iter(records)
     while batch := list(islice(left, BATCH)):
@@ -66,12 +105,11 @@ def put_decisions(connection: Connection, records: Sequence[DecisionRecord]) -> 
         wanted[slot] = newer(wanted[slot], record) if slot in wanted else record
     stored = _stored(connection, list(wanted))
     moments = {slot: time_text(wanted[slot].created_at) for slot in stored}
-    equals = [row_id for slot, (row_id, moment) in stored.items() if moment == moments[slot]]
-    alike = {slot_values(record): record for record in decisions_of(connection, equals)}
-    for slot, (_, moment) in stored.items():
-        known = alike.get(slot)
-        kept = moment > moments[slot] or (known is not None and newer(known, wanted[slot]) == known)
-        if kept:
+    # One that cannot be believed is not among these, and gives way whatever its moment is.
+    rivals = [row_id for slot, (row_id, moment) in stored.items() if moment >= moments[slot]]
+    for known in decisions_of(connection, rivals):
+        slot = slot_values(known)
+        if newer(known, wanted[slot]) is known:
             del wanted[slot]
             tally.kept += 1
     obsolete = [stored[slot][0] for slot in wanted if slot in stored]

@@ -145,7 +145,8 @@ class Database(Forkable):
         """Writes the file's present content to a new file, compacted, in rollback mode; raises `StoreError`."""
         try:
             with self._alone() as connection:
-                connection.execute("VACUUM INTO ?", (os.fspath(target),))
+                # As a URI, because a name that is not UTF-8 cannot be passed as text.
+                connection.execute("VACUUM INTO ?", (target.absolute().as_uri(),))
         except CAUGHT as error:
             raise store_error(self.path, error) from error
 

@@ -2,19 +2,17 @@
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
 from . import schema
-from .bulk import Tally, decisions_of
+from .bulk import Tally, saying_what_is_stored
 from .database import BUSY_TIMEOUT_S, Database
-from .evidence import imported
 from .faults import Fault, StoreError
 from .names import has_other_name, resolved
-from .records import DecisionRecord
 from .sql import SqlStore
-from .transfer import transfer
+from .transfer import transfer, transfer_environments
 
 WAL_MODE = b"\x02\x02"
 """What the bytes 18 and 19 of a file in WAL mode are."""
@@ -87,30 +85,33 @@ class Store(SqlStore):
         """Writes the present content to a new file, compacted; raises `StoreError`."""
         self._database.snapshot(target)
 
-    def absorb_file(self, other: "Store", *, as_imported: bool) -> Tally:
+    def absorb_file(
+        self, other: "Store", *, as_imported: bool, progress: Callable[[int], None] = lambda done: None
+    ) -> Tally:
         """Merges another file: of two decisions in one slot the later stays, of two miss counts the larger.
 
         Args:
             other: The other file.
             as_imported: Whether what other hosts measured counts as imported from now on.
+            progress: Is told how many decisions of the other file are done.
 
         Raises:
-            StoreError: One of the files cannot be used. Absorbing it again does no harm.
+            StoreError: One of the files cannot be used; the message says how much was stored before that. Absorbing it
+                again does no harm.
         """
         host = self._host if as_imported else None
-        done = self._database.run_with(other.path, functools.partial(transfer, host=host), immutable=other.immutable)
-        tally = done.tally
-        if done.undecided:
-            records = other.of_rows(done.undecided)
-            tally += self.absorb(imported(record, host) if host else record for record in records)
-            tally.refused += len(done.undecided) - len(records)
-        if not as_imported:
-            self.absorb((), misses=other.misses())
+        tally = Tally()
+        after: int | None = 0
+        with saying_what_is_stored(tally):
+            self._database.run_with(other.path, transfer_environments, immutable=other.immutable)
+            while after is not None:
+                step = functools.partial(transfer, host=host, after=after)
+                done, after = self._database.run_with(other.path, step, immutable=other.immutable)
+                tally += done
+                progress(tally.seen)
+            if not as_imported:
+                self.absorb((), misses=other.each_miss())
         return tally
-
-    def of_rows(self, ids: Sequence[int]) -> list[DecisionRecord]:
-        """The decisions of row ids, as far as they can be believed; raises `StoreError`."""
-        return self._database.run(functools.partial(decisions_of, ids=ids))
 
     def prune(
         self, *, older_than: datetime | None = None, environment: str | None = None, op: str | None = None

@@ -86,7 +86,7 @@ class FolderStore:
     def evidence(self, key: KeyRecord, environment: str) -> tuple[DecisionRecord, ...]:
         """Every decision for a key in an environment, of all hosts."""
         merged = Evidence()
-        for store in self._stores():
+        for store in self.stores():
             for record in self._read(store, lambda each: each.evidence(key, environment)):
                 merged.add_decision(record)
         return tuple(merged.decisions.values())
@@ -98,7 +98,7 @@ class FolderStore:
     def decisions(self, *, environment: str | None = None, op: str | None = None) -> Iterator[DecisionRecord]:
         """Every decision of all hosts."""
         merged = Evidence()
-        for store in self._stores():
+        for store in self.stores():
             for record in self._read(store, lambda each: list(each.decisions(environment=environment, op=op))):
                 merged.add_decision(record)
         yield from merged.decisions.values()
@@ -106,7 +106,7 @@ class FolderStore:
     def environments(self) -> list[EnvironmentRecord]:
         """Every environment, by id."""
         merged = Evidence()
-        for store in self._stores():
+        for store in self.stores():
             for record in self._read(store, lambda each: each.environments()):
                 merged.add_environment(record)
         return [merged.environments[name] for name in sorted(merged.environments)]
@@ -118,7 +118,7 @@ class FolderStore:
     def misses(self, environment: str | None = None) -> list[MissRecord]:
         """Every miss of all hosts, the most frequent first."""
         merged = Evidence()
-        for store in self._stores():
+        for store in self.stores():
             for miss in self._read(store, lambda each: each.misses(environment)):
                 merged.add_miss(miss)
         return sorted(merged.misses.values(), key=frequency)
@@ -130,7 +130,7 @@ class FolderStore:
         for store in self._peers.values():
             store.close()
 
-    def _stores(self) -> Iterator[Store]:
+    def stores(self) -> Iterator[Store]:
         """This host's file, then those of the others, as far as they can be read now."""
         if self._own is not None:
             yield self._own

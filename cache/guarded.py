@@ -69,6 +69,10 @@ class GuardedStore:
         """Where what was published lies, for people: the file, or memory while the file cannot be used."""
         return self.name if self.healthy else f"memory only, {self.name} cannot be used"
 
+    def behind(self) -> DecisionStore | None:
+        """The store behind, to be read at length; None where it cannot be used now."""
+        return self._opened()
+
     def publish(self, decision: DecisionRecord, environment: EnvironmentRecord) -> DecisionRecord:
         """Stores a decision, in memory where nothing better is to be had; returns it as stored."""
         stored = self._try(lambda store: store.publish(decision, environment), write=True)

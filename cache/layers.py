@@ -169,12 +169,18 @@ class LayeredStore:
         groups: dict[tuple[str, KeyRecord], list[tuple[Layer, DecisionRecord]]] = {}
         for layer in self.layers:
             for record in layer.store.decisions(environment=environment, op=op):
-                place = (record.environment, record.key)
-                groups.setdefault(place, []).append((layer, self._counted(layer, record)))
+                groups.setdefault((record.environment, record.key), []).append((layer, record))
         for group in groups.values():
-            best = self._best(group)
-            for layer, record in group:
-                yield Resolution(record=record, layer=layer, used=best is not None and record is best[1])
+            yield from self.ranked(group)
+
+    def ranked(self, group: Iterable[tuple[Layer, DecisionRecord]]) -> list[Resolution]:
+        """The decisions of one key with the layers that hold them: as what each counts, and which one is used."""
+        counted = [(layer, self._counted(layer, record)) for layer, record in group]
+        best = self._best(counted)
+        return [
+            Resolution(record=record, layer=layer, used=best is not None and record is best[1])
+            for layer, record in counted
+        ]
 
     def environments(self) -> list[EnvironmentRecord]:
         """Every environment of every layer, by id."""

@@ -10,8 +10,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from layout_tuner.errors import CacheError
+from layout_tuner.files import read_file
 
-from .atomic import write_atomically
+from .atomic import require_replaceable, write_atomically
 from .records import DecisionRecord
 from .validation import DECISION, RefusedRowError, check_decision, explain
 
@@ -68,7 +69,7 @@ def read_pins(path: str | os.PathLike[str]) -> tuple[str, tuple[DecisionRecord, 
     try:
         if os.stat(path).st_size > MAX_PIN_BYTES:
             raise CacheError(f"{path}: larger than {MAX_PIN_BYTES} bytes")
-        document = json.loads(Path(path).read_bytes())
+        document = json.loads(read_file(path))
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise CacheError(f"{path}: not a pin file (its format is not {FORMAT!r})")
         plain = document.get("decisions")
@@ -89,13 +90,10 @@ def read_pins(path: str | os.PathLike[str]) -> tuple[str, tuple[DecisionRecord, 
 
 def _refuse_other_files(path: Path) -> None:
     """Raises `CacheError` where a file would be written over that is no pin file."""
+    require_replaceable(path)
     try:
-        if not path.exists() and not path.is_symlink():
+        if not path.exists():
             return
-        if path.is_dir():
-            raise CacheError(f"{path}: is a folder")
-        if not path.is_file():
-            raise CacheError(f"{path}: is no regular file")
         size = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(_START_BYTES)

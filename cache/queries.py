@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any, TypeVar, cast
@@ -11,17 +12,22 @@ from sqlalchemy import (
     Connection,
     Executable,
     Table,
+    Text,
     and_,
     bindparam,
     case,
     delete,
     func,
     insert,
+    literal,
     not_,
+    or_,
     select,
     true,
+    tuple_,
     update,
 )
+from sqlalchemy import cast as cast_to
 from sqlalchemy.dialects import postgresql, sqlite
 
 from . import misses as counts
@@ -63,6 +69,9 @@ MEASUREMENTS = cast(Table, Measurement.__table__)
 _MISSES = cast(Table, Miss.__table__)
 DECISION_SLOT = ("environment_id", *KEY_COLUMNS, "source", "host")
 _MISS_SLOT = ("environment_id", *KEY_COLUMNS, "host")
+_PLACE = [DECISIONS.c[name] for name in ("environment_id", *KEY_COLUMNS)]
+KEYS = 250
+"""Keys whose decisions are read at once."""
 
 
 def put_environment(connection: Connection, record: EnvironmentRecord) -> None:
@@ -111,6 +120,15 @@ def merge_environment(connection: Connection, record: EnvironmentRecord) -> None
         connection.execute(update(_ENVIRONMENTS).where(_ENVIRONMENTS.c.id == record.id).values(facts=row["facts"]))
 
 
+def sound_facts(name: str, facts: Any) -> bool:
+    """Whether a stored account of an environment can be believed."""
+    try:
+        environment_record({"id": name, "facts": facts})
+    except RefusedRowError:
+        return False
+    return True
+
+
 def merge_misses(connection: Connection, records: Sequence[MissRecord]) -> None:
     """Stores miss counts. A host's count only grows, so of two the larger one holds the other."""
     for record in records:
@@ -129,11 +147,78 @@ def _found_miss(connection: Connection, record: MissRecord) -> Row | None:
     return connection.execute(select(_MISSES).where(*where)).mappings().first()
 
 
-def crowded_keys(connection: Connection) -> list[tuple[KeyRecord, str]]:
-    """Keys and environments with more than one decision."""
-    columns = [DECISIONS.c[name] for name in ("environment_id", *KEY_COLUMNS)]
-    rows = connection.execute(select(*columns).group_by(*columns).having(func.count() > 1)).mappings()
-    return [(KeyRecord(**{name: row[name] for name in KEY_COLUMNS}), row["environment_id"]) for row in rows]
+def disputed_keys(connection: Connection) -> "array[int]":
+    """A row of each key whose decisions differ in their winners, or of which one saw a wrong result."""
+    wrong = select(MEASUREMENTS.c.decision_id).where(MEASUREMENTS.c.state == "wrong")
+    differ = func.min(DECISIONS.c.candidate) != func.max(DECISIONS.c.candidate)
+    seen_wrong = func.max(case((DECISIONS.c.id.in_(wrong), 1), else_=0)) == 1
+    statement = (
+        select(func.min(DECISIONS.c.id)).group_by(*_PLACE).having(and_(func.count() > 1, or_(differ, seen_wrong)))
+    )
+    return array("q", connection.execute(statement).scalars())
+
+
+def newest_keys(connection: Connection, *, environment: str | None, op: str | None, like: str | None) -> "array[int]":
+    """A row of each key, the key with the newest decision first."""
+    first = func.min(DECISIONS.c.id)
+    statement = (
+        select(first)
+        .where(*_matching(environment, op, like))
+        .group_by(*_PLACE)
+        .order_by(func.max(DECISIONS.c.created_at).desc(), first.desc())
+    )
+    return array("q", connection.execute(statement).scalars())
+
+
+def key_hashes(connection: Connection, *, environment: str | None, op: str | None, like: str | None) -> set[int]:
+    """A number for each environment and key."""
+    statement = select(*_PLACE).where(*_matching(environment, op, like)).distinct()
+    return {hash(tuple(row)) for row in connection.execute(statement)}
+
+
+def decisions_beside(connection: Connection, ids: Sequence[int]) -> list[list[DecisionRecord]]:
+    """The decisions of the environments and keys that rows have, in the order of the rows."""
+    one = DECISIONS.alias()
+    same = and_(*(one.c[column.name] == column for column in _PLACE))
+    statement = (
+        select(one.c.id.label("beside"), *DECISIONS.c)
+        .select_from(one)
+        .join(DECISIONS, same)
+        .where(one.c.id.in_(list(ids)))
+        .order_by(DECISIONS.c.id)
+    )
+    rows = connection.execute(statement).mappings().all()
+    found: dict[tuple[str, KeyRecord], list[DecisionRecord]] = {}
+    for record in records_of(connection, rows):
+        found.setdefault((record.environment, record.key), []).append(record)
+    order = {row_id: place for place, row_id in enumerate(ids)}
+    places: dict[tuple[object, ...], int] = {}
+    for row in rows:
+        place = (row["environment_id"], *(row[name] for name in KEY_COLUMNS))
+        places[place] = order[row["beside"]]
+    groups = [(places[environment_id, *key_row(key).values()], group) for (environment_id, key), group in found.items()]
+    return [group for _, group in sorted(groups, key=lambda each: each[0])]
+
+
+def page_by_key(
+    connection: Connection, after: tuple[object, ...]
+) -> tuple[list[list[DecisionRecord]], tuple[object, ...] | None]:
+    """The decisions of the next keys, and the key to go on after; None at the end."""
+    keys = select(*_PLACE).distinct().order_by(*_PLACE).limit(KEYS)
+    if after:
+        keys = keys.where(tuple_(*_PLACE) > tuple_(*(literal(value) for value in after)))
+    places = [tuple(row) for row in connection.execute(keys)]
+    if not places:
+        return [], None
+    statement = select(DECISIONS).where(
+        tuple_(*_PLACE) >= tuple_(*(literal(value) for value in places[0])),
+        tuple_(*_PLACE) <= tuple_(*(literal(value) for value in places[-1])),
+    )
+    rows = connection.execute(statement.order_by(*_PLACE, DECISIONS.c.id)).mappings().all()
+    found: dict[tuple[object, ...], list[DecisionRecord]] = {}
+    for record in records_of(connection, rows):
+        found.setdefault((record.environment, record.key), []).append(record)
+    return list(found.values()), places[-1] if len(places) == KEYS else None
 
 
 def count(connection: Connection) -> int:
@@ -163,6 +248,23 @@ def keep_only(connection: Connection, *, environment: str | None, op: str | None
 def _named(table: Table, environment: str | None, op: str | None) -> list[ColumnElement[bool]]:
     wanted = {"environment_id": environment, "op": op}
     return [table.c[name] == value for name, value in wanted.items() if value is not None]
+
+
+def _matching(environment: str | None, op: str | None, like: str | None) -> list[ColumnElement[bool]]:
+    found = _named(DECISIONS, environment, op)
+    if like is not None:
+        found.append(key_text().icontains(like, autoescape=True))
+    return found
+
+
+def key_text() -> ColumnElement[str]:
+    """A decision's key and environment as one text, such as `op B=1 T=2048 ... V=64 bfloat16 form environment`."""
+    text: ColumnElement[str] = DECISIONS.c.op
+    for name in KEY_COLUMNS:
+        if name not in ("op", "varlen", "dtype", "form"):
+            text = text + f" {name}=" + cast_to(DECISIONS.c[name], Text)
+    packed = case((DECISIONS.c.varlen, " packed"), else_=" dense")
+    return text + " " + DECISIONS.c.dtype + packed + " " + DECISIONS.c.form + " " + DECISIONS.c.environment_id
 
 
 def sweep(connection: Connection) -> int:
@@ -195,6 +297,13 @@ def page_of_decisions(
         statement = statement.where(DECISIONS.c.op == op)
     rows = connection.execute(statement).mappings().all()
     return list(records_of(connection, rows)), rows[-1]["id"] if len(rows) == PAGE else None
+
+
+def page_of_misses(connection: Connection, after: int) -> tuple[list[MissRecord], int | None]:
+    """The next misses by row id, and the id to go on after; None at the end."""
+    rows = connection.execute(select(_MISSES).where(_MISSES.c.id > after).order_by(_MISSES.c.id).limit(PAGE))
+    found = rows.mappings().all()
+    return list(_sound(found, miss_record)), found[-1]["id"] if len(found) == PAGE else None
 
 
 def environments(connection: Connection) -> list[EnvironmentRecord]:

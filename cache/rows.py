@@ -1,7 +1,7 @@
 """Records to rows and rows to records. A row is data from elsewhere: what it says is validated, never trusted."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import RowMapping
@@ -174,6 +174,9 @@ def _samples(stored: Any) -> tuple[float, ...]:
 
 
 def _mapping(stored: Any) -> dict[str, Fact]:
+    if stored == "{}":
+        # What nearly every measurement has.
+        return {}
     mapping = _json(_MAPPING, "mapping", stored)
     if len(mapping) > MAX_MAPPING:
         raise RefusedRowError(f"mapping: {len(mapping)} entries, at most {MAX_MAPPING}")
@@ -184,6 +187,6 @@ def _json(adapter: TypeAdapter[_Parsed], name: str, stored: Any) -> _Parsed:
     if not isinstance(stored, str) or len(stored) > _MAX_JSON:
         raise RefusedRowError(f"{name}: wanted at most {_MAX_JSON} characters of JSON")
     try:
-        return adapter.validate_json(stored)
+        return cast(_Parsed, adapter.validator.validate_json(stored))
     except ValidationError:
         raise RefusedRowError(f"{name}: not the JSON that is wanted (got {stored[:40]!r})") from None

@@ -1,13 +1,15 @@
-"""The seal of an exported file: a hash of every byte of it, kept in a row of its own table.
+"""The seal of an exported file: a hash of every byte of it, kept in the one row of a table of its own.
 
-The hash is taken with zeros in its own place. A file in use carries no seal.
+The hash is taken with zeros in its own place, and that place follows from the file's structure alone: the page where
+SQLite's schema says that the table begins, and the format of a page. What other rows say cannot imitate it. A file in
+use carries no seal.
 """
 
 import contextlib
 import hashlib
 import logging
-import mmap
 import os
+import sqlite3
 from enum import Enum
 from pathlib import Path
 
@@ -17,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 _MARK = b"layout_tuner-seal-sha256:"
 _DIGITS = 64
+_CHUNK = 1 << 20
+_LEAF = 0x0D
 
 BLANK = _MARK.decode() + "0" * _DIGITS
 """What the row says before the file is sealed."""
@@ -39,13 +43,15 @@ class SealState(Enum):
 
 def seal(path: Path) -> str:
     """Seals a finished file that nobody has open and returns the hash; raises `CacheError`."""
-    with path.open("r+b") as file, contextlib.closing(mmap.mmap(file.fileno(), 0)) as content:
-        place = _place(content)
-        if place is None:
-            raise CacheError(f"{path}: has no place for a seal")
-        digest = _digest(content, place)
-        content[place : place + _DIGITS] = digest.encode()
-        content.flush()
+    place = _place(path)
+    if place is None:
+        raise CacheError(f"{path}: has no place for a seal")
+    digest = _digest(path, place)
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        os.pwrite(descriptor, digest.encode(), place)
+    finally:
+        os.close(descriptor)
     return digest
 
 
@@ -57,18 +63,18 @@ def seal_state(path: Path) -> SealState:
     try:
         if os.stat(path).st_size == 0:
             return SealState.NONE
-        with (
-            path.open("rb") as file,
-            contextlib.closing(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) as content,
-        ):
-            first = content.find(_MARK)
-            if first < 0:
-                return SealState.NONE
-            place = _place(content)
-            sealed = place is not None and content[place : place + _DIGITS] == _digest(content, place).encode()
-            return SealState.SOUND if sealed else SealState.BROKEN
+        try:
+            place = _place(path)
+        except (sqlite3.Error, _UnreadableSealError):
+            return SealState.BROKEN if _mentions_a_seal(path) else SealState.NONE
+        if place is None:
+            return SealState.NONE
+        with path.open("rb") as file:
+            file.seek(place)
+            stated = file.read(_DIGITS)
+        return SealState.SOUND if stated == _digest(path, place).encode() else SealState.BROKEN
     except (OSError, ValueError) as error:
-        raise CacheError(f"{path}: {error}") from error
+        raise CacheError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def locked_export(path: Path) -> bool:
@@ -90,20 +96,112 @@ def warn_about(path: Path) -> None:
             )
 
 
-def _place(content: mmap.mmap) -> int | None:
-    """Where the digits are; None unless there is exactly one place."""
-    first = content.find(_MARK)
-    if first < 0 or content.find(_MARK, first + 1) >= 0 or first + len(_MARK) + _DIGITS > len(content):
+class _UnreadableSealError(Exception):
+    """The table of seals is there and is not as a sealed file has it."""
+
+
+def _place(path: Path) -> int | None:
+    """Where the digits are; None where there is no seal.
+
+    Raises:
+        sqlite3.Error: The file's schema cannot be read.
+        _UnreadableSealError: There is something else where the seal should be.
+        OSError: The file cannot be read.
+    """
+    with path.open("rb") as file:
+        header = file.read(100)
+        if len(header) < 100 or not header.startswith(b"SQLite format 3\0"):
+            raise _UnreadableSealError
+        root = _root_page(path)
+        if root is None:
+            return None
+        # 1 stands for 65536, which two bytes cannot say.
+        size = int.from_bytes(header[16:18], "big")
+        size = 65536 if size == 1 else size
+        file.seek((root - 1) * size)
+        page = file.read(size)
+    found = _in_page(page, 100 if root == 1 else 0)
+    return None if found is None else (root - 1) * size + found
+
+
+def _root_page(path: Path) -> int | None:
+    """The page where the table of seals begins; None where there is no such table."""
+    with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
+        connection.execute("PRAGMA trusted_schema = OFF")
+        found = connection.execute(
+            "SELECT rootpage FROM sqlite_master WHERE type = 'table' AND name = 'seals'"
+        ).fetchone()
+    if found is None:
         return None
-    return first + len(_MARK)
+    if not isinstance(found[0], int) or found[0] < 1:
+        raise _UnreadableSealError
+    return found[0]
 
 
-def _digest(content: mmap.mmap, place: int) -> str:
+def _in_page(page: bytes, start: int) -> int | None:
+    """Where the digits are in the page of a table with one small row; None where it has no row.
+
+    Source: https://www.sqlite.org/fileformat2.html, sections 1.6 and 2.1.
+    """
+    if len(page) < start + 10 or page[start] != _LEAF:
+        raise _UnreadableSealError
+    cells = int.from_bytes(page[start + 3 : start + 5], "big")
+    if cells == 0:
+        return None
+    try:
+        if cells != 1:
+            raise _UnreadableSealError
+        place = int.from_bytes(page[start + 8 : start + 10], "big")
+        _, place = _varint(page, place)  # the length of the row
+        _, place = _varint(page, place)  # its number
+        head = place
+        length, place = _varint(page, head)
+        of_id, place = _varint(page, place)
+        of_seal, place = _varint(page, place)
+    except IndexError:
+        raise _UnreadableSealError from None
+    # The number of a row stands for its key, so the column itself is NULL; an odd type from 13 on is a text.
+    text = head + length
+    end = text + len(_MARK) + _DIGITS
+    if of_id != 0 or of_seal != 13 + 2 * (end - text) or end > len(page) or not page.startswith(_MARK, text):
+        raise _UnreadableSealError
+    return text + len(_MARK)
+
+
+def _varint(page: bytes, place: int) -> tuple[int, int]:
+    """A number of SQLite's variable length, and the place behind it."""
+    value = 0
+    for count in range(9):
+        byte = page[place]
+        place += 1
+        if count == 8:
+            return value << 8 | byte, place
+        value = value << 7 | byte & 0x7F
+        if byte < 0x80:
+            break
+    return value, place
+
+
+def _digest(path: Path, place: int) -> str:
+    """The hash of a file with zeros where its digits are; read in pieces, however large the file."""
     digest = hashlib.sha256()
-    with memoryview(content) as view:
-        for start, end in ((0, place), (place + _DIGITS, len(content))):
-            with view[start:end] as part:
-                digest.update(part)
-            if end == place:
-                digest.update(b"0" * _DIGITS)
+    done = 0
+    with path.open("rb") as file:
+        while piece := file.read(_CHUNK):
+            first, last = max(place, done), min(place + _DIGITS, done + len(piece))
+            if first < last:
+                piece = piece[: first - done] + b"0" * (last - first) + piece[last - done :]
+            digest.update(piece)
+            done += len(piece)
     return digest.hexdigest()
+
+
+def _mentions_a_seal(path: Path) -> bool:
+    """Whether a file that cannot be read as one may have been an export."""
+    tail = b""
+    with path.open("rb") as file:
+        while piece := file.read(_CHUNK):
+            if _MARK in tail + piece:
+                return True
+            tail = piece[-len(_MARK) :]
+    return False

@@ -1,6 +1,8 @@
 """Decisions on their way between machines: export, import, merge, diff."""
 
 import contextlib
+import dataclasses
+import functools
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,8 +14,8 @@ from sqlalchemy import Connection, insert
 
 from layout_tuner.errors import CacheError
 
-from .atomic import replacing
-from .bulk import Tally
+from .atomic import replacing, require_replaceable
+from .bulk import Progress, Tally, silent, told
 from .database import Database
 from .evidence import choose, imported
 from .faults import Fault, StoreError
@@ -29,6 +31,9 @@ from .seal import BLANK, SealState, seal, seal_state
 from .sql import SqlStore
 
 logger = logging.getLogger(__name__)
+
+MOST_CONFLICTS = 10_000
+"""Conflicts that a merge keeps to be listed; beyond it they are counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +60,14 @@ class Merged:
     Attributes:
         exported: The file it wrote.
         tally: What became of the decisions.
-        conflicts: Decisions in the result that contradict each other.
+        conflicts: Decisions in the result that contradict each other, the first `MOST_CONFLICTS` of them.
+        disputes: How many such conflicts there are.
     """
 
     exported: Exported
     tally: Tally
     conflicts: tuple[Conflict, ...]
+    disputes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +88,12 @@ class Difference:
 
 
 def export_file(
-    store: DecisionStore, out: str | os.PathLike[str], *, environment: str | None = None, op: str | None = None
+    store: DecisionStore,
+    out: str | os.PathLike[str],
+    *,
+    environment: str | None = None,
+    op: str | None = None,
+    progress: Progress = silent,
 ) -> Exported:
     """Writes decisions to one self-contained, sealed, read-only file, which appears whole or not at all.
 
@@ -93,24 +105,32 @@ def export_file(
         out: The file.
         environment: Only decisions of this environment.
         op: Only decisions of this op.
+        progress: Is told how far it is.
 
     Raises:
         CacheError: It cannot be read or written, or something that is no earlier export lies where it is to be written.
     """
     target = _target(out, _files_of(store))
     with replacing(target) as scratch:
+        progress("copying", 0, None)
         if isinstance(store, Store):
             store.snapshot(scratch)
             _keep_only(scratch, environment, op)
         else:
             with contextlib.closing(Store(scratch, journal="delete")) as copy:
                 copy.absorb(store.decisions(environment=environment, op=op), store.environments(), store.misses())
+        progress("sealing", 0, None)
         digest, decisions = _finish(scratch)
     return Exported(path=target, decisions=decisions, size_bytes=target.stat().st_size, sha256=digest)
 
 
-def import_file(store: SqlStore | FolderStore, path: str | os.PathLike[str]) -> Tally:
+def import_file(store: SqlStore | FolderStore, path: str | os.PathLike[str], *, progress: Progress = silent) -> Tally:
     """Takes over the decisions of a file. What another host measured counts as imported from then on.
+
+    Args:
+        store: Where to.
+        path: The file.
+        progress: Is told how far it is.
 
     Raises:
         CacheError: The file cannot be read, or was changed after it was exported.
@@ -119,16 +139,23 @@ def import_file(store: SqlStore | FolderStore, path: str | os.PathLike[str]) -> 
     if isinstance(target, Store) and _same(Path(path), target.path):
         raise CacheError(f"{path}: is the file that decisions are to be brought to")
     with open_shared(Path(path)) as source:
+        number = source.count()
+        of_file = f"importing {path}"
         if isinstance(target, Store):
-            return target.absorb_file(source, as_imported=True)
+            return target.absorb_file(source, as_imported=True, progress=lambda done: progress(of_file, done, number))
         host = this_host()
-        tally = target.absorb((imported(record, host) for record in source.decisions()), source.environments())
-        tally.refused = source.count() - tally.added - tally.replaced - tally.kept
+        records = (imported(record, host) for record in source.decisions())
+        tally = target.absorb(told(records, lambda done: progress(of_file, done, number)), source.environments())
+        tally.refused = number - tally.seen
     return tally
 
 
 def merge_files(
-    paths: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str], *, allow_empty: bool = True
+    paths: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    allow_empty: bool = True,
+    progress: Progress = silent,
 ) -> Merged:
     """Merges files into a new, sealed one, by evidence: in any order, in any grouping, however often, with the same
     result.
@@ -137,34 +164,60 @@ def merge_files(
         paths: The files.
         out: The new file; nothing but an earlier export is replaced.
         allow_empty: Whether one without decisions may be written.
+        progress: Is told how far it is.
 
     Raises:
-        CacheError: Files cannot be read, hold no decision among them, or the result cannot be written.
+        CacheError: Files cannot be read, hold no decision among them, or the result cannot be written; nothing is.
     """
     target = _target(out, [Path(path) for path in paths])
     require_shared(paths)
     tally = Tally()
+    found: list[Conflict] = []
+    disputes = 0
     with replacing(target) as scratch:
         with contextlib.closing(Store(scratch, journal="delete")) as merged:
             for path in paths:
                 with open_shared(Path(path)) as source:
-                    tally += merged.absorb_file(source, as_imported=False)
+                    step = functools.partial(_told, progress, f"merging {path}", source.count())
+                    try:
+                        tally += merged.absorb_file(source, as_imported=False, progress=step)
+                    except StoreError as error:
+                        # What it says was stored lies in the scratch file, which goes.
+                        cause = error.__cause__
+                        raise cause if isinstance(cause, StoreError) else error from None
             if not allow_empty and next(merged.decisions(), None) is None:
                 named = ", ".join(map(str, paths))
                 raise CacheError(f"{named}: no sound decision to merge, so {target} is not written")
-            found = tuple(conflict for records in merged.disputed() for conflict in conflicts(records))
+            progress("comparing", 0, None)
+            for records in merged.disputed():
+                for conflict in conflicts(records):
+                    disputes += 1
+                    if disputes <= MOST_CONFLICTS:
+                        found.append(conflict)
+        progress("sealing", 0, None)
         digest, decisions = _finish(scratch)
     exported = Exported(path=target, decisions=decisions, size_bytes=target.stat().st_size, sha256=digest)
-    return Merged(exported=exported, tally=tally, conflicts=found)
+    return Merged(exported=exported, tally=tally, conflicts=tuple(found), disputes=disputes)
+
+
+def _told(progress: Progress, what: str, total: int, done: int) -> None:
+    progress(what, done, total)
 
 
 def differences(one: DecisionStore, other: DecisionStore) -> Iterator[Difference]:
-    """Every key for which two stores do not believe in the same candidate; raises `StoreError`."""
-    first, second = believed(one), believed(other)
-    for place in sorted(first.keys() | second.keys(), key=str):
-        left, right = first.get(place), second.get(place)
-        if left is None or right is None or (left.candidate, left.revision) != (right.candidate, right.revision):
-            yield Difference(environment=place[0], key=place[1], one=left, other=right)
+    """Every key for which two stores do not believe in the same candidate, in their order; raises `StoreError`."""
+    first, second = believed_by_key(one), believed_by_key(other)
+    left, right = next(first, None), next(second, None)
+    while left is not None or right is not None:
+        # Texts and numbers sort in a file as they do here.
+        places = [_place(record) for record in (left, right) if record is not None]
+        place = min(places, key=lambda each: (each[0], *dataclasses.astuple(each[1])))
+        mine = left if left is not None and _place(left) == place else None
+        theirs = right if right is not None and _place(right) == place else None
+        if mine is None or theirs is None or (mine.candidate, mine.revision) != (theirs.candidate, theirs.revision):
+            yield Difference(environment=place[0], key=place[1], one=mine, other=theirs)
+        left = next(first, None) if mine is not None else left
+        right = next(second, None) if theirs is not None else right
 
 
 def prune(
@@ -256,11 +309,10 @@ def _target(out: str | os.PathLike[str], sources: Iterable[Path]) -> Path:
     for suffix in ("-wal", "-journal"):
         if Path(f"{target}{suffix}").exists():
             raise CacheError(f"{target}: is in use; {instead}")
-    if target.exists() or target.is_symlink():
-        require_file(target)
-        if target.stat().st_size and seal_state(target) is SealState.NONE:
-            what = f"is a file of decisions and no export; {instead}" if _ours(target) else "is there and no export"
-            raise CacheError(f"{target}: {what}")
+    require_replaceable(target)
+    if target.exists() and target.stat().st_size and seal_state(target) is SealState.NONE:
+        what = f"is a file of decisions and no export; {instead}" if _ours(target) else "is there and no export"
+        raise CacheError(f"{target}: {what}")
     return target
 
 
@@ -324,10 +376,24 @@ def _free_pages(database: Database) -> int:
     return database.run(lambda connection: int(connection.exec_driver_sql("PRAGMA freelist_count").scalar_one()))
 
 
-def believed(store: DecisionStore) -> dict[tuple[str, KeyRecord], DecisionRecord]:
-    """The decision that is believed for each environment and key; raises `StoreError`."""
+def believed_by_key(
+    store: DecisionStore, *, environment: str | None = None, op: str | None = None
+) -> Iterator[DecisionRecord]:
+    """The decision that is believed for each environment and key, in the order of these; raises `StoreError`."""
+    for records in store.by_key() if isinstance(store, SqlStore) else _by_key(store):
+        if environment in (None, records[0].environment) and op in (None, records[0].key.op):
+            chosen = choose(records)
+            if chosen is not None:
+                yield chosen
+
+
+def _by_key(store: DecisionStore) -> list[list[DecisionRecord]]:
     groups: dict[tuple[str, KeyRecord], list[DecisionRecord]] = {}
     for record in store.decisions():
-        groups.setdefault((record.environment, record.key), []).append(record)
-    chosen = ((place, choose(records)) for place, records in groups.items())
-    return {place: record for place, record in chosen if record is not None}
+        groups.setdefault(_place(record), []).append(record)
+    order = sorted(groups, key=lambda place: (place[0], *dataclasses.astuple(place[1])))
+    return [groups[place] for place in order]
+
+
+def _place(record: DecisionRecord) -> tuple[str, KeyRecord]:
+    return record.environment, record.key

@@ -1,7 +1,7 @@
 """The operations of a store that speaks SQL, whether to a file or to a server."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import Protocol, TypeVar
@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 from sqlalchemy import Connection
 
 from . import queries
-from .bulk import Tally, batches, put_decisions
+from .bulk import Tally, batches, put_decisions, saying_what_is_stored
 from .evidence import choose, storable
 from .faults import Fault, StoreError
 from .hosts import this_host
@@ -94,6 +94,13 @@ class SqlStore:
         found = self._database.run(lambda connection: queries.misses(connection, environment))
         return sorted(found, key=frequency)
 
+    def each_miss(self) -> Iterator[MissRecord]:
+        """Every miss, read page by page; raises `StoreError`."""
+        after: int | None = 0
+        while after is not None:
+            page, after = self._database.run(functools.partial(queries.page_of_misses, after=after))
+            yield from page
+
     def absorb(
         self,
         decisions: Iterable[DecisionRecord],
@@ -107,18 +114,53 @@ class SqlStore:
         """
         tally = Tally()
         known = [check_environment(each) for each in environments]
-        self._database.run(lambda connection: _put_environments(connection, known), write=True)
-        for batch in batches(decisions):
-            checked = [check_decision(storable(record)) for record in batch]
-            tally += self._database.run(functools.partial(_put_batch, records=checked), write=True)
-        counted = [check_miss(each) for each in misses]
-        self._database.run(lambda connection: queries.merge_misses(connection, counted), write=True)
+        with saying_what_is_stored(tally):
+            self._database.run(lambda connection: _put_environments(connection, known), write=True)
+            for batch in batches(decisions):
+                checked = [check_decision(storable(record)) for record in batch]
+                tally += self._database.run(functools.partial(_put_batch, records=checked), write=True)
+            for counted in batches(misses):
+                counts = [check_miss(each) for each in counted]
+                self._database.run(functools.partial(queries.merge_misses, records=counts), write=True)
         return tally
 
-    def disputed(self) -> Iterator[tuple[DecisionRecord, ...]]:
-        """The decisions of every key that has more than one; raises `StoreError`."""
-        for key, environment in self._database.run(queries.crowded_keys):
-            yield self.evidence(key, environment)
+    def disputed(self) -> Iterator[list[DecisionRecord]]:
+        """The decisions of every key about which there may be a contradiction; raises `StoreError`."""
+        yield from self._groups(self._database.run(queries.disputed_keys))
+
+    def newest(
+        self, *, environment: str | None = None, op: str | None = None, like: str | None = None
+    ) -> tuple[int, Iterator[list[DecisionRecord]]]:
+        """The decisions by key, the key with the newest decision first, read page by page; raises `StoreError`.
+
+        Args:
+            environment: Only of this environment.
+            op: Only of this op.
+            like: Only of keys whose text holds this one, as `queries.key_text` has it.
+
+        Returns:
+            How many keys there are, and the decisions of each.
+        """
+        found = self._database.run(functools.partial(queries.newest_keys, environment=environment, op=op, like=like))
+        return len(found), self._groups(found)
+
+    def key_hashes(self, *, environment: str | None = None, op: str | None = None, like: str | None = None) -> set[int]:
+        """A number for each environment and key, the same in every store of this process; raises `StoreError`."""
+        return self._database.run(functools.partial(queries.key_hashes, environment=environment, op=op, like=like))
+
+    def by_key(self) -> Iterator[list[DecisionRecord]]:
+        """The decisions of each environment and key, in the order of these, read page by page; raises `StoreError`."""
+        after: tuple[object, ...] | None = ()
+        while after is not None:
+            page, after = self._database.run(functools.partial(queries.page_by_key, after=after))
+            yield from page
+
+    def _groups(self, ids: Sequence[int]) -> Iterator[list[DecisionRecord]]:
+        """The decisions of the keys that rows have, in the order of the rows."""
+        for start in range(0, len(ids), queries.KEYS):
+            yield from self._database.run(
+                functools.partial(queries.decisions_beside, ids=ids[start : start + queries.KEYS])
+            )
 
     def count(self) -> int:
         """How many decisions there are, unreadable ones included; raises `StoreError`."""

@@ -1,224 +1,209 @@
-"""Merging one SQLite file into another inside SQLite: a hundred thousand decisions in seconds.
+"""Merging one SQLite file into another: every row is read, checked as `rows` checks it, and copied as it was read.
 
-The rules are `bulk.put_decisions`'s: of two decisions in one slot the later stays. Rows are checked by SQL for type
-and bounds before they are taken, and by `rows` again whenever they are read. What SQL cannot decide, two decisions of
-one moment that differ, is left to the caller.
+The rules are `bulk.put_decisions`'s: of two decisions in one slot the later stays, and one that cannot be believed
+gives way to one that can. Rows pass one page at a time, so memory does not grow with the file.
 """
 
+import functools
 import sqlite3
-from dataclasses import dataclass, field
-from typing import get_args
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from .bulk import Tally
-from .models import KEY_COLUMNS, Decision, Measurement
-from .queries import DECISION_SLOT
-from .records import MAX_REASON, FailureClass, Source, State
+from .evidence import facts_order, imported, newer, storable
+from .models import Decision, Environment, Measurement
+from .queries import DECISION_SLOT, slot_values, sound_facts
+from .records import MAX_MEASUREMENTS, DecisionRecord, mapping_text, time_text
+from .rows import decision_record, environment_record
+from .validation import RefusedRowError
 
-_MAX_JSON = 128 * 1024
-_SIZES = ("B", "T", "H", "HV", "K", "V")
+PAGE = 1000
+PAGES = 10
+"""Pages of one transaction: some seconds, for which nobody else writes to the file."""
 
-
-@dataclass(kw_only=True)
-class Transferred:
-    """What was merged.
-
-    Attributes:
-        tally: What became of the decisions.
-        undecided: Source row ids of decisions that need a closer look.
-    """
-
-    tally: Tally = field(default_factory=Tally)
-    undecided: list[int] = field(default_factory=list)
+_Row = tuple[Any, ...]
+_Slot = tuple[Any, ...]
 
 
-def transfer(connection: sqlite3.Connection, host: str | None) -> Transferred:
-    """Merges the decisions of the attached database `source` into `main`, inside the transaction that is open.
+def _names(model: type) -> tuple[str, ...]:
+    return tuple(column.name for column in model.__table__.columns)  # type: ignore[attr-defined]
+
+
+_DECISION, _MEASUREMENT = _names(Decision), _names(Measurement)
+# What identifies a row comes first.
+assert _DECISION[0] == "id"
+assert _MEASUREMENT[:2] == ("id", "decision_id")
+_CONTENT, _EVIDENCE = _DECISION[1:], _MEASUREMENT[2:]
+_SOURCE, _VARLEN, _FAILURE = (_DECISION.index("source"), _DECISION.index("varlen"), _MEASUREMENT.index("failure"))
+_NO_FACTS = mapping_text({})
+
+
+def transfer_environments(connection: sqlite3.Connection) -> None:
+    """Merges the environments of the attached database `source` into `main`: the rule is `merge.Evidence`'s."""
+    for row in connection.execute(f"SELECT {', '.join(_names(Environment))} FROM source.environments"):
+        try:
+            record = environment_record(dict(zip(_names(Environment), row)))
+        except RefusedRowError:
+            continue
+        facts = mapping_text(record.facts)
+        known = connection.execute("SELECT facts FROM main.environments WHERE id = ?", (record.id,)).fetchone()
+        if known is None:
+            connection.execute("INSERT INTO main.environments (id, facts) VALUES (?, ?)", (record.id, facts))
+        elif not sound_facts(record.id, known[0]) or facts_order(known[0]) < facts_order(facts):
+            connection.execute("UPDATE main.environments SET facts = ? WHERE id = ?", (facts, record.id))
+
+
+def transfer(connection: sqlite3.Connection, host: str | None, after: int) -> tuple[Tally, int | None]:
+    """Merges the next decisions of the attached database `source` into `main`, inside the transaction that is open.
 
     Args:
         connection: Has the other file attached.
         host: This host, where what others measured is to count as imported; None takes sources as they are.
+        after: The row of the other file to go on after.
+
+    Returns:
+        What became of them, and the row to go on after; None at the end.
     """
-    result = Transferred()
-    run = connection.execute
-    total = run("SELECT count(*) FROM source.decisions").fetchone()[0]
-    run(_ENVIRONMENTS)
-    run("DROP TABLE IF EXISTS temp.incoming")
-    run(_INCOMING, {"host": host})
-    run("CREATE INDEX temp.incoming_source ON incoming (source_id)")
-    taken = run("SELECT count(*) FROM temp.incoming").fetchone()[0]
-    if host is not None:
-        # What was measured and what was imported of it may fall into one slot now.
-        run(f"UPDATE temp.incoming SET verdict = 'undecided' WHERE ({_columns('', DECISION_SLOT)}) IN ({_CROWDED})")
-    run(_SAME)
-    result.undecided = [row[0] for row in run("SELECT source_id FROM temp.incoming WHERE verdict = 'undecided'")]
-    counted = dict(run("SELECT verdict, count(*) FROM temp.incoming GROUP BY verdict").fetchall())
-    run(f"DELETE FROM main.measurements WHERE decision_id IN ({_OBSOLETE})")
-    run(f"DELETE FROM main.decisions WHERE id IN ({_OBSOLETE})")
-    base = run("SELECT coalesce(max(id), 0) FROM main.decisions").fetchone()[0]
-    run(_DECISIONS, {"base": base})
-    run(_MEASUREMENTS, {"base": base})
-    run("DROP TABLE temp.incoming")
-    result.tally = Tally(
-        added=counted.get("new", 0),
-        replaced=counted.get("newer", 0),
-        kept=counted.get("kept", 0),
-        refused=total - taken,
+    tally = Tally()
+    # Millions of texts: what decodes them runs in C, and bytes that are no text become characters that say so.
+    connection.text_factory = functools.partial(str, encoding="utf-8", errors="replace")
+    for _ in range(PAGES):
+        statement = f"SELECT {', '.join(_DECISION)} FROM source.decisions WHERE id > ? ORDER BY id LIMIT {PAGE}"
+        rows = connection.execute(statement, (after,)).fetchall()
+        if rows:
+            tally += _put(connection, rows, host)
+        if len(rows) < PAGE:
+            return tally, None
+        after = rows[-1][0]
+    return tally, after
+
+
+class _Incoming:
+    """A decision that may be stored, with its rows as they were read."""
+
+    __slots__ = ("measurements", "record", "row")
+
+    def __init__(self, row: _Row, measurements: Sequence[_Row], host: str | None) -> None:
+        record = storable(_record(row, measurements))
+        self.record = imported(record, host) if host is not None else record
+        self.row = (*row[:_SOURCE], self.record.source, *row[_SOURCE + 1 :])
+        whole = len(record.measurements) == len(measurements)
+        self.measurements = measurements if whole else [each for each in measurements if each[_FAILURE] != "device"]
+
+    def is_stored_as(self, row: _Row, measurements: Sequence[_Row]) -> bool:
+        """Whether rows say the very same."""
+        return (
+            self.row[1:] == row[1:]
+            and len(self.measurements) == len(measurements)
+            and all(one[2:] == other[2:] for one, other in zip(self.measurements, measurements))
+        )
+
+
+def _put(connection: sqlite3.Connection, rows: Sequence[_Row], host: str | None) -> Tally:
+    tally = Tally()
+    measurements = _measurements(connection, "source", "BETWEEN ? AND ?", (rows[0][0], rows[-1][0]))
+    wanted: dict[_Slot, _Incoming] = {}
+    for row in rows:
+        try:
+            found = _Incoming(row, measurements.get(row[0], ()), host)
+        except RefusedRowError:
+            tally.refused += 1
+            continue
+        slot = slot_values(found.record)
+        if slot in wanted:
+            # What was measured and what was imported of it may fall into one slot now.
+            tally.kept += 1
+            if newer(wanted[slot].record, found.record) is wanted[slot].record:
+                continue
+        wanted[slot] = found
+    obsolete = _settle(connection, wanted, tally)
+    connection.executemany("DELETE FROM main.measurements WHERE decision_id = ?", obsolete)
+    connection.executemany("DELETE FROM main.decisions WHERE id = ?", obsolete)
+    tally.replaced = len(obsolete)
+    tally.added = len(wanted) - len(obsolete)
+    _insert(connection, wanted.values())
+    return tally
+
+
+def _settle(connection: sqlite3.Connection, wanted: dict[_Slot, _Incoming], tally: Tally) -> list[tuple[int]]:
+    """Takes out of `wanted` what gives way to what is stored; returns the ids of what gives way to it."""
+    obsolete: list[tuple[int]] = []
+    rivals: dict[int, _Slot] = {}
+    for slot, found in wanted.items():
+        known = connection.execute(_KNOWN, slot).fetchone()
+        if known is None:
+            continue
+        if isinstance(known[1], str) and known[1] < time_text(found.record.created_at):
+            obsolete.append((known[0],))
+        else:
+            rivals[known[0]] = slot
+    if not rivals:
+        return obsolete
+    these = f"IN ({', '.join('?' * len(rivals))})"
+    stored = connection.execute(f"SELECT {', '.join(_DECISION)} FROM main.decisions WHERE id {these}", tuple(rivals))
+    rows = stored.fetchall()
+    measurements = _measurements(connection, "main", these, tuple(rivals))
+    for row in rows:
+        slot = rivals[row[0]]
+        if _stays(row, measurements.get(row[0], ()), wanted[slot]):
+            del wanted[slot]
+            tally.kept += 1
+        else:
+            obsolete.append((row[0],))
+    return obsolete
+
+
+def _stays(row: _Row, measurements: Sequence[_Row], found: _Incoming) -> bool:
+    """Whether a stored decision keeps its slot: it can be believed and is not older."""
+    if found.is_stored_as(row, measurements):
+        return True
+    try:
+        known = _record(row, measurements)
+    except RefusedRowError:
+        return False
+    return newer(known, found.record) is known
+
+
+def _insert(connection: sqlite3.Connection, found: Iterable[_Incoming]) -> None:
+    found = list(found)
+    places = sorted({each.record.environment for each in found})
+    # One that the other file has no sound account of still needs a row.
+    connection.executemany(
+        f"INSERT INTO main.environments (id, facts) VALUES (?, '{_NO_FACTS}') ON CONFLICT (id) DO NOTHING",
+        [(place,) for place in places],
     )
-    return result
-
-
-def _columns(prefix: str, names: tuple[str, ...]) -> str:
-    return ", ".join(f"{prefix}{name}" for name in names)
-
-
-def _one_of(column: str, values: tuple[str, ...]) -> str:
-    # The values are the literals of this product's own types.
-    return f"{column} IN ({', '.join(repr(value) for value in values)})"
-
-
-def _text(column: str, longest: int, shortest: int = 0) -> str:
-    return f"(typeof({column}) = 'text' AND length({column}) BETWEEN {shortest} AND {longest})"
-
-
-def _label(column: str, longest: int, shortest: int = 0) -> str:
-    """A text without control characters and without a launch option."""
-    options = " AND ".join(
-        f"instr(lower({column}), '{start}{end}') = 0"
-        for start in ("num_", "num-", "num")
-        for end in ("warps", "stages")
+    (last,) = connection.execute("SELECT coalesce(max(id), 0) FROM main.decisions").fetchone()
+    connection.executemany(
+        f"INSERT INTO main.decisions (id, {', '.join(_CONTENT)}) VALUES (?{', ?' * len(_CONTENT)})",
+        [(number, *each.row[1:]) for number, each in enumerate(found, last + 1)],
     )
-    control = f"{column} NOT GLOB '*[' || char(1) || '-' || char(31) || char(127) || ']*'"
-    # Hardly any text has the first letters, which spares the rest.
-    return f"({_text(column, longest, shortest)} AND {control} AND ({column} NOT LIKE '%num%' OR {options}))"
-
-
-def _integer(column: str, largest: int) -> str:
-    return f"(typeof({column}) = 'integer' AND {column} BETWEEN 0 AND {largest})"
-
-
-def _number(column: str) -> str:
-    return f"({column} IS NULL OR (typeof({column}) IN ('real', 'integer') AND abs({column}) < 1e300))"
-
-
-def _moment(column: str) -> str:
-    digit = "[0-9]"
-    day, clock = f"{digit * 4}-{digit * 2}-{digit * 2}", f"{digit * 2}:{digit * 2}:{digit * 2}.{digit * 6}"
-    return f"(typeof({column}) = 'text' AND {column} GLOB '{day}T{clock}Z')"
-
-
-def _json(column: str) -> str:
-    return _text(column, _MAX_JSON, 2)
-
-
-_SOUND_DECISION = " AND ".join(
-    [
-        _label("s.environment_id", 200, 1),
-        _label("s.op", 200, 1),
-        *(_integer(f"s.{name}", 2**40) for name in _SIZES),
-        "s.varlen IN (0, 1) AND typeof(s.varlen) = 'integer'",
-        _label("s.dtype", 200),
-        _label("s.form", 1000),
-        _label("s.candidate", 200, 1),
-        _label("s.revision", 200),
-        _label("s.default_candidate", 200),
-        _one_of("s.source", get_args(Source)),
-        *(_number(f"s.{name}") for name in ("gain", "gain_low", "gain_high")),
-        _moment("s.created_at"),
-        _label("s.host", 200),
-        _label("s.version", 200),
-    ]
-)
-
-_SOUND_MEASUREMENT = " AND ".join(
-    [
-        _label("m.candidate", 200, 1),
-        _label("m.revision", 200),
-        _one_of("m.state", get_args(State)),
-        _text("m.reason", MAX_REASON),
-        _one_of("m.failure", tuple(each for each in get_args(FailureClass) if each != "device")),
-        *(
-            _number(f"m.{name}")
-            for name in ("end_to_end_us", "kernel_us", "relayout_us", "interval_low_us", "interval_high_us", "error")
-        ),
-        _integer("m.sample_count", 2**20),
-        _json("m.samples"),
-        _json("m.counts"),
-        f"(m.measured_at IS NULL OR {_moment('m.measured_at')})",
-    ]
-)
-
-_SOURCE = "CASE WHEN s.source = 'measured' AND :host IS NOT NULL AND s.host <> :host THEN 'imported' ELSE s.source END"
-
-# An account without facts gives way to one with facts; of two with facts the larger text stays, in whatever order
-# they come.
-_ENVIRONMENTS = f"""
-    INSERT INTO main.environments (id, facts)
-    SELECT s.id, s.facts FROM source.environments s WHERE {_label("s.id", 200, 1)} AND {_json("s.facts")}
-    UNION ALL
-    SELECT DISTINCT s.environment_id, '{{}}' FROM source.decisions s WHERE {_label("s.environment_id", 200, 1)}
-    ON CONFLICT (id) DO UPDATE SET facts = excluded.facts
-    WHERE (excluded.facts <> '{{}}' AND environments.facts = '{{}}')
-       OR (excluded.facts <> '{{}}' AND excluded.facts > environments.facts)
-"""
-
-_KEYS_AND_HOST = (*KEY_COLUMNS, "host")
-
-_INCOMING = f"""
-    CREATE TEMPORARY TABLE incoming AS
-    SELECT s.id AS source_id, s.environment_id AS environment_id, {_SOURCE} AS source,
-           {", ".join(f"s.{name} AS {name}" for name in _KEYS_AND_HOST)},
-           d.id AS known_id,
-           CASE WHEN d.id IS NULL THEN 'new'
-                WHEN s.created_at > d.created_at THEN 'newer'
-                WHEN s.created_at < d.created_at THEN 'kept'
-                ELSE 'undecided' END AS verdict
-    FROM source.decisions s LEFT JOIN main.decisions d
-      ON d.environment_id = s.environment_id AND d.source = {_SOURCE}
-     AND {" AND ".join(f"d.{name} = s.{name}" for name in _KEYS_AND_HOST)}
-    WHERE {_SOUND_DECISION}
-"""
-
-_INCOMING_SLOT = _columns("", DECISION_SLOT)
-
-_CROWDED = f"SELECT {_INCOMING_SLOT} FROM temp.incoming GROUP BY {_INCOMING_SLOT} HAVING count(*) > 1"
-
-_OBSOLETE = "SELECT known_id FROM temp.incoming WHERE verdict = 'newer'"
-
-_CONTENT = tuple(
-    column.name for column in Decision.__table__.columns if column.name not in ("id", "source", *_KEYS_AND_HOST)
-)
-_EVIDENCE = tuple(column.name for column in Measurement.__table__.columns if column.name not in ("id", "decision_id"))
-
-
-def _measured(schema: str, decision: str) -> str:
-    """All that is known of a decision's candidates, as one text."""
-    parts = " || '|' || ".join(f"quote({name})" for name in _EVIDENCE)
-    return (
-        f"(SELECT group_concat(part) FROM (SELECT {parts} AS part FROM {schema}.measurements "
-        f"WHERE decision_id = {decision} ORDER BY id))"
+    connection.executemany(
+        f"INSERT INTO main.measurements (decision_id, {', '.join(_EVIDENCE)}) VALUES (?{', ?' * len(_EVIDENCE)})",
+        [(number, *row[2:]) for number, each in enumerate(found, last + 1) for row in each.measurements],
     )
 
 
-# Of one moment and alike in all they say: the same decision, met again.
-_SAME = f"""
-    UPDATE temp.incoming SET verdict = 'kept'
-    WHERE verdict = 'undecided' AND known_id IS NOT NULL
-      AND (SELECT {" AND ".join(f"s.{name} IS d.{name}" for name in _CONTENT)}
-           FROM source.decisions s, main.decisions d WHERE s.id = source_id AND d.id = known_id)
-      AND {_measured("source", "source_id")} IS {_measured("main", "known_id")}
-"""
+_KNOWN = f"SELECT id, created_at FROM main.decisions WHERE {' AND '.join(f'{name} = ?' for name in DECISION_SLOT)}"
 
-_DECISIONS = f"""
-    INSERT INTO main.decisions (id, source, {_columns("", _KEYS_AND_HOST)}, {_columns("", _CONTENT)})
-    SELECT :base + i.rowid, i.source, {_columns("s.", _KEYS_AND_HOST)}, {_columns("s.", _CONTENT)}
-    FROM temp.incoming i JOIN source.decisions s ON s.id = i.source_id
-    WHERE i.verdict IN ('new', 'newer')
-"""
 
-_MEASUREMENTS = f"""
-    INSERT INTO main.measurements (decision_id, {_columns("", _EVIDENCE)})
-    SELECT :base + i.rowid, {_columns("m.", _EVIDENCE)}
-    FROM temp.incoming i JOIN source.measurements m ON m.decision_id = i.source_id
-    WHERE i.verdict IN ('new', 'newer') AND {_SOUND_MEASUREMENT}
-    ORDER BY i.rowid, m.id
-"""
+def _record(row: _Row, measurements: Sequence[_Row]) -> DecisionRecord:
+    """The decision of rows; raises `RefusedRowError`."""
+    named = dict(zip(_DECISION, row))
+    # SQLite has no truth values; anything but its 0 and 1 stays what it is, and is refused.
+    if type(row[_VARLEN]) is int and row[_VARLEN] in (0, 1):
+        named["varlen"] = bool(row[_VARLEN])
+    return decision_record(named, [dict(zip(_MEASUREMENT, each)) for each in measurements])
+
+
+def _measurements(
+    connection: sqlite3.Connection, schema: str, which: str, values: tuple[int, ...]
+) -> dict[int, list[_Row]]:
+    """The measurements of decisions, no more of each than show that they are too many."""
+    found: dict[int, list[_Row]] = {}
+    columns = ", ".join(_MEASUREMENT)
+    statement = f"SELECT {columns} FROM {schema}.measurements WHERE decision_id {which} ORDER BY decision_id, id"
+    for row in connection.execute(statement, values):
+        kept = found.setdefault(row[1], [])
+        if len(kept) <= MAX_MEASUREMENTS:
+            kept.append(row)
+    return found

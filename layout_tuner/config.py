@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from . import files
 from .errors import REFUSAL, REFUSED, ConfigError
 
 PREFIX = "LAYOUT_TUNER_"
@@ -207,11 +209,12 @@ def read_file(path: str | os.PathLike[str] | None) -> tuple[dict[str, object], s
     if "\0" in str(file):
         raise ConfigError(f"{str(file)!r}: a path holds no NUL character")
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8")), str(file)
+        return tomllib.loads(files.read_file(file).decode()), str(file)
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: not TOML: {error}") from error
+    except (ValueError, RecursionError) as error:
+        # Bytes that are no text, numbers of thousands of digits and endless brackets among them.
+        raise ConfigError(f"{file}: not TOML that can be read: {error}") from error
 
 
 def read_environment() -> tuple[dict[str, dict[str, object]], list[str]]:
@@ -242,6 +245,11 @@ OTHER_VARIABLES = (PREFIX + "CONFIG", PREFIX + "FORCE", PREFIX + "DISABLE")
 def forced() -> str:
     """What `LAYOUT_TUNER_FORCE` says: candidates by op, for debugging, see `forcing`; read once for each `enable`."""
     return os.environ.get(PREFIX + "FORCE", "").strip()
+
+
+def pager() -> list[str]:
+    """The command that shows long texts: `PAGER`, else `less`, which gives way where one page is enough."""
+    return shlex.split(os.environ.get("PAGER", "")) or ["less", "-FRX"]
 
 
 def disabled() -> bool:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, Validatio
 
 from . import registry
 from .errors import REFUSAL, REFUSED, ConfigError, UnsupportedProblemError
+from .files import read_file
 from .keys import Key, bucketed
 from .registry import DTYPES, SHORT_DTYPES, OpSpec
 
@@ -81,10 +82,11 @@ def load_shapes(path: str | os.PathLike[str]) -> list[Shape]:
     """
     file = Path(path)
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(read_file(file).decode())
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror or error}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
+        # Bytes that are no text and numbers of thousands of digits among them.
         raise ConfigError(f"{file}: not JSON: {error}") from error
     if isinstance(content, Mapping) and set(content) == {"shapes"}:
         content = content["shapes"]

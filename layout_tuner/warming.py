@@ -179,13 +179,17 @@ def warmup(
             rows.append(warm_key(made, spec, key, where, left_s, again=resume))
     except KeyboardInterrupt:
         interrupted = True
-    return Report(
+    report = Report(
         rows=tuple(rows),
         environment=environment(where),
         store=made.store.place,
         interrupted=interrupted,
         kept=made.store.kept,
     )
+    if router is None:
+        # Everything is in the file itself then, and nothing beside it.
+        made.close()
+    return report
 
 
 def rows_of(shapes: object) -> Sequence[Shape | Mapping[str, Any]]:

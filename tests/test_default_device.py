@@ -107,4 +107,4 @@ def test_candidates_are_checked_alike(op: str, other_defaults: None, device: tor
 def test_what_a_process_asks_itself_once_is_answered_alike(other_defaults: None) -> None:
     assert fitting.guards_work.__wrapped__() == fitting.guards_work()
     if devices.interpreting():
-        assert devices.interpreter_dot_is_right.__wrapped__()
+        assert devices.interpreter_is_right.__wrapped__()

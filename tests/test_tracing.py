@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from layout_tuner import inputs, ops, packing, registry, router
 from layout_tuner.config import Config
-from layout_tuner.device import widen_interpreter_dot
+from layout_tuner.device import mend_interpreter
 from layout_tuner.ops import chunk_gated_delta_rule, chunk_gated_delta_rule_fwd_intra, chunk_local_cumsum
 from layout_tuner.registry import OpSpec
 from layout_tuner.router import Router
@@ -30,7 +30,7 @@ cumsum = functools.partial(chunk_local_cumsum, chunk_size=16)
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
     torch.compiler.reset()
-    widen_interpreter_dot()
+    mend_interpreter()
 
 
 def leaves(device: torch.device, T: int = 20, *, grad: bool = False) -> Tensors:

@@ -6,12 +6,33 @@ Results go to stdout, progress and logs to stderr. Exit status: 0 done, 1 someth
 
 from __future__ import annotations
 
+import atexit
+import os
+import signal
 import sys
+import threading
+from types import FrameType
 
-import typer
 
-from . import cache, doctor, explain, show, warmup
-from .common import exit_on_bad_input, version_option
+def _stop(number: int, frame: FrameType | None) -> None:
+    """Ends the process at once: on the way in and on the way out there is nothing to put in order."""
+    os.write(2, b"interrupted\n")
+    os._exit(130)
+
+
+def _on_interrupt(handler: signal._HANDLER, instead_of: signal._HANDLER) -> None:
+    """What Ctrl-C does from now on, unless somebody else has decided that."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is instead_of:
+        signal.signal(signal.SIGINT, handler)
+
+
+# A traceback of an import that was interrupted would tell nobody anything.
+_on_interrupt(_stop, signal.default_int_handler)
+
+import typer  # noqa: E402
+
+from . import cache, doctor, explain, show, warmup  # noqa: E402
+from .common import exit_on_bad_input, version_option  # noqa: E402
 
 app = typer.Typer(
     name="tuner",
@@ -32,5 +53,9 @@ app.add_typer(cache.app)
 def main() -> None:
     """Entry point of the `tuner` command."""
     with exit_on_bad_input():
-        app()
-    sys.exit(0)
+        atexit.register(_on_interrupt, _stop, signal.default_int_handler)
+        status = app(standalone_mode=False)
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+_on_interrupt(signal.default_int_handler, _stop)

@@ -6,12 +6,13 @@ import re
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, closing
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import console, print_json
+from .common import console, plain, print_json, print_json_list, progress_bar
 
 if TYPE_CHECKING:
     from layout_tuner.cache.bulk import Tally
@@ -35,6 +36,8 @@ EnvironmentOption = Annotated[str | None, typer.Option(help="Only this environme
 OpOption = Annotated[str | None, typer.Option(help="Only this op.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
+# Conflicts and differences that are listed for people; --json has all.
+LINES = 50
 _AGE_UNITS = {"h": "hours", "d": "days", "w": "weeks"}
 
 
@@ -52,27 +55,24 @@ def export(
 ) -> None:
     """Write decisions to one self-contained, sealed, read-only file: the way to copy a file that is in use."""
     from layout_tuner.cache.pins import write_pins
-    from layout_tuner.cache.share import believed, export_file
+    from layout_tuner.cache.share import believed_by_key, export_file
 
     if (out is None) == (pin is None):
         raise typer.BadParameter("name one file: OUT, or --pin FILE")
     with _existing(cache, config) as store:
         _require_decisions(store, environment, op)
         if pin is not None:
-            chosen = [
-                record
-                for record in believed(store).values()
-                if environment in (None, record.environment) and op in (None, record.key.op)
-            ]
+            chosen = list(believed_by_key(store, environment=environment, op=op))
             digest, path, number = write_pins(pin, chosen), pin, len(chosen)
         else:
             assert out is not None
-            written = export_file(store, out, environment=environment, op=op)
+            with progress_bar() as progress:
+                written = export_file(store, out, environment=environment, op=op, progress=progress)
             digest, path, number = written.sha256, written.path, written.decisions
     if json:
         print_json({"path": str(path), "decisions": number, "sha256": digest})
     else:
-        typer.echo(f"{path}: {number} decisions, sha256 {digest}")
+        typer.echo(f"{plain(path)}: {number} decisions, sha256 {digest}")
 
 
 @app.command("import")
@@ -90,9 +90,10 @@ def import_(
     tallies = {}
     with _store(cache, config) as store:
         for file in files:
-            tallies[str(file)] = import_file(store, file)
+            with progress_bar() as progress:
+                tallies[str(file)] = import_file(store, file, progress=progress)
             if not json:
-                typer.echo(f"{file}: {_tally_text(tallies[str(file)])}")
+                typer.echo(f"{plain(file)}: {_tally_text(tallies[str(file)])}")
     if json:
         print_json({"imported": {file: _tally_json(tally) for file, tally in tallies.items()}})
 
@@ -106,29 +107,36 @@ def merge(
     """Merge files into a new one, by evidence: their order does not matter."""
     from layout_tuner.cache.share import merge_files
 
-    merged = merge_files(files, out, allow_empty=False)
+    with progress_bar() as progress:
+        merged = merge_files(files, out, allow_empty=False, progress=progress)
     if json:
-        print_json(
+        conflicts = (
+            {
+                "key": _key_text(conflict.one.key),
+                "environment": conflict.one.environment,
+                "hosts": [conflict.one.host, conflict.other.host],
+                "reason": conflict.reason,
+            }
+            for conflict in merged.conflicts
+        )
+        print_json_list(
+            "conflicts",
+            conflicts,
             {
                 "path": str(merged.exported.path),
                 "decisions": merged.exported.decisions,
                 "sha256": merged.exported.sha256,
                 "rows": _tally_json(merged.tally),
-                "conflicts": [
-                    {
-                        "key": _key_text(conflict.one.key),
-                        "environment": conflict.one.environment,
-                        "hosts": [conflict.one.host, conflict.other.host],
-                        "reason": conflict.reason,
-                    }
-                    for conflict in merged.conflicts
-                ],
-            }
+                "conflicts_left_out": merged.disputes - len(merged.conflicts),
+            },
         )
         return
-    for conflict in merged.conflicts:
-        typer.echo(f"conflict: {_key_text(conflict.one.key)} in {conflict.one.environment}: {conflict.reason}")
-    typer.echo(f"{merged.exported.path}: {merged.exported.decisions} decisions, {len(merged.conflicts)} conflicts")
+    for conflict in merged.conflicts[:LINES]:
+        key, place = plain(_key_text(conflict.one.key)), plain(conflict.one.environment)
+        typer.echo(f"conflict: {key} in {place}: {plain(conflict.reason)}")
+    if merged.disputes > LINES:
+        typer.echo(f"{merged.disputes - LINES} more conflicts: see --json")
+    typer.echo(f"{plain(merged.exported.path)}: {merged.exported.decisions} decisions, {merged.disputes} conflicts")
 
 
 @app.command("diff")
@@ -144,26 +152,31 @@ def diff(
 
     require_shared((one, other))
     with open_shared(one) as first, open_shared(other) as second:
-        found = list(differences(first, second))
-    if json:
-        rows = [
-            {
-                "environment": each.environment,
-                "key": _key_text(each.key),
-                "one": _choice_json(each.one),
-                "other": _choice_json(each.other),
-            }
-            for each in found
-        ]
-        print_json({"differences": rows})
-        return
-    if not found:
+        found = differences(first, second)
+        if json:
+            rows = (
+                {
+                    "environment": each.environment,
+                    "key": _key_text(each.key),
+                    "one": _choice_json(each.one),
+                    "other": _choice_json(each.other),
+                }
+                for each in found
+            )
+            print_json_list("differences", rows)
+            return
+        shown = list(islice(found, LINES))
+        more = sum(1 for _ in found)
+    if not shown:
         typer.echo("no differences")
         return
-    table = Table("environment", "key", str(one), str(other))
-    for each in found:
-        table.add_row(each.environment, _key_text(each.key), _choice_text(each.one), _choice_text(each.other))
+    table = Table("environment", "key", plain(one), plain(other))
+    for each in shown:
+        cells = (each.environment, _key_text(each.key), _choice_text(each.one), _choice_text(each.other))
+        table.add_row(*map(plain, cells))
     console().print(table)
+    if more:
+        typer.echo(f"{more} more differences: see --json")
 
 
 @app.command("prune")
@@ -205,9 +218,9 @@ def examine_cache(cache: str | None, config: Path | None, json: bool) -> None:
         rows = [{"level": each.level, "subject": each.subject, "text": each.text} for each in findings]
         print_json({"path": _shown(place), "findings": rows})
     else:
-        typer.echo(_shown(place))
+        typer.echo(plain(_shown(place)))
         for each in findings:
-            typer.echo(f"  {each.level:8} {each.subject:12} {each.text}")
+            typer.echo(f"  {each.level:8} {each.subject:12} {plain(each.text)}")
     if any(each.level == "error" for each in findings):
         raise typer.Exit(1)
 

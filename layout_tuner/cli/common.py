@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -36,37 +38,108 @@ def version_option(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log decisions as they are made.")] = False,
 ) -> None:
     """Options of the command itself."""
-    logging.basicConfig(
-        level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_OneLine("%(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, handlers=[handler])
+    # A log that cannot be written any more is no reason for a traceback.
+    logging.raiseExceptions = False
+
+
+class _OneLine(logging.Formatter):
+    """A record is one line, whatever was stored in what it quotes."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = plain(record.message)
+        return super().formatMessage(record)
+
+
+def plain(text: object) -> str:
+    """A text from a file or a machine as one harmless line: what would steer a terminal, or hide, is spelled out.
+
+    Those are control characters, line breaks, marks that turn the direction of writing, and bytes that are no text.
+    """
+    shown = str(text)
+    if shown.isprintable():
+        return shown
+    return "".join(
+        each if each.isprintable() or unicodedata.category(each) in _HARMLESS else _spelled(each) for each in shown
     )
+
+
+# Blanks of other scripts, and code points that are not taken yet.
+_HARMLESS = ("Zs", "Cn", "Co")
+
+
+def _spelled(character: str) -> str:
+    return character.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+def plain_lines(text: object) -> str:
+    """As `plain`, for a message of ours that may have several lines."""
+    return "\n".join(plain(line) for line in str(text).split("\n"))
 
 
 @contextmanager
 def exit_on_bad_input() -> Iterator[None]:
-    """Turn the project's own errors into one message on stderr and an exit status, and Ctrl-C into 130.
+    """Turn what may go wrong into one message on stderr and an exit status, and Ctrl-C into 130.
 
-    What cannot be used as it was given is bad input; what failed while it was worked on is a failure.
+    What cannot be used as it was given is bad input; what failed while it was worked on is a failure. With `--json`
+    the message is on stdout too, as an object, unless something else is there already.
     """
     from layout_tuner.errors import LayoutTunerError
 
+    _prepare_streams()
     try:
         try:
             yield
         finally:
             # Here rather than at the interpreter's end, which would print a traceback.
             sys.stdout.flush()
-    except OSError as error:
-        if not _output_lost():
-            raise
-        if error.errno != errno.EPIPE:
-            typer.echo(f"error: the output cannot be written: {error.strerror}", err=True)
-        sys.exit(FAILED)
+    except typer.TyperException as error:
+        # Usage: what was typed in cannot be understood.
+        error.show()  # type: ignore[attr-defined]
+        _fail(error.format_message(), BAD_INPUT, said=True)  # type: ignore[attr-defined]
     except LayoutTunerError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(FAILED if failed_at_work(error) else BAD_INPUT)
+        _fail(str(error), FAILED if failed_at_work(error) else BAD_INPUT)
+    except OSError as error:
+        if _output_lost():
+            if error.errno != errno.EPIPE:
+                typer.echo(f"error: the output cannot be written: {error.strerror}", err=True)
+            sys.exit(FAILED)
+        where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+        _fail(f"{where}{error.strerror or error}", BAD_INPUT if isinstance(error, _GIVEN_WRONGLY) else FAILED)
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         sys.exit(INTERRUPTED)
+
+
+_GIVEN_WRONGLY = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
+_printed = False
+
+
+def _fail(message: str, status: int, *, said: bool = False) -> NoReturn:
+    """Ends the command with a message, and with `--json` with one that a machine reads."""
+    if not said:
+        typer.echo(f"error: {plain_lines(message)}", err=True)
+    if "--json" in sys.argv[1:] and not _printed:
+        with suppress(OSError):
+            print_json({"error": {"message": message, "status": status}})
+            sys.stdout.flush()
+    sys.exit(status)
+
+
+def _prepare_streams() -> None:
+    """Streams that print every text: what an encoding lacks is spelled out."""
+    global _printed
+    _printed = False
+    if sys.stderr is None:
+        sys.stderr = io.StringIO()
+    if sys.stdout is None:
+        typer.echo("error: the output cannot be written: stdout is closed", err=True)
+        sys.exit(FAILED)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _output_lost() -> bool:
@@ -108,12 +181,54 @@ def console(stderr: bool = False) -> Console:
 
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else 200
-    return Console(file=stream, width=width, highlight=False, soft_wrap=False)
+    # Brackets and colons in what is stored are text, no markup.
+    return Console(file=stream, width=width, highlight=False, soft_wrap=False, markup=False, emoji=False)
 
 
 def print_json(content: object) -> None:
     """One JSON document on stdout."""
+    global _printed
+    _printed = True
     typer.echo(json.dumps(content, indent=2))
+
+
+def print_json_list(name: str, rows: Iterable[object], more: Mapping[str, object] | None = None) -> None:
+    """One JSON object on stdout that holds a list, written row by row, and before it what else is to be said."""
+    global _printed
+    first = True
+    for row in rows:
+        _printed = True
+        if first:
+            head = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in (more or {}).items())
+            sys.stdout.write(f'{{\n{head}  "{name}": [')
+        text = json.dumps(row, indent=2).replace("\n", "\n    ")
+        sys.stdout.write(f"{'' if first else ','}\n    {text}")
+        first = False
+    if first:
+        print_json({**(more or {}), name: []})
+    else:
+        sys.stdout.write("\n  ]\n}\n")
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int | None], None]]:
+    """A bar on stderr, where that is a terminal; gives what is told what is done, how much of it, and of how much."""
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    out = console(stderr=True)
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+
+        def tell(what: str, done: int, total: int | None) -> None:
+            bar.update(task, description=plain(what), completed=done, total=total)
+
+        yield tell
 
 
 def microseconds(value: float | None) -> str:

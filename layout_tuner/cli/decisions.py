@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from layout_tuner.cli.common import microseconds, percent, scientific
+from layout_tuner.cli.common import microseconds, percent, plain, scientific
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,6 +17,11 @@ def sizes_text(key: KeyRecord) -> str:
     """A key's sizes as people write them, with dtype and packing."""
     sizes = " ".join(f"{name}={size}" for name in ("B", "T", "H", "HV", "K", "V") if (size := getattr(key, name)))
     return f"{sizes} {key.dtype}{' packed' if key.varlen else ''}"
+
+
+def key_cell(key: KeyRecord) -> str:
+    """A key in a table: its sizes, and its form below."""
+    return f"{plain(sizes_text(key))}\n{plain(key.form)}"
 
 
 def decision_table(rows: Iterable[tuple[DecisionRecord, str]]) -> Table:
@@ -33,9 +38,9 @@ def decision_table(rows: Iterable[tuple[DecisionRecord, str]]) -> Table:
     for heading in ("op", "key", "candidate"):
         table.add_column(heading, overflow="fold")
     for heading in ("end to end us", "kernel us", "transpose us", "error", "against default"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", overflow="fold")
     if counted:
-        table.add_column("work units", justify="right")
+        table.add_column("work units", justify="right", overflow="fold")
     table.add_column("", overflow="fold")
     for decision, word in rows:
         key = decision.key
@@ -45,22 +50,25 @@ def decision_table(rows: Iterable[tuple[DecisionRecord, str]]) -> Table:
             default = found.candidate == decision.default_candidate
             note = f"WINNER ({word})" if wins else (f"{found.state}: {found.reason}" if found.state != "ok" else "")
             table.add_row(
-                key.op if first else "",
-                f"{sizes_text(key)}\n{key.form}" if first else "",
-                found.candidate + (" (default)" if default else ""),
+                plain(key.op) if first else "",
+                key_cell(key) if first else "",
+                plain(found.candidate) + (" (default)" if default else ""),
                 microseconds(found.end_to_end_us),
                 microseconds(found.kernel_us),
                 microseconds(found.relayout_us),
                 scientific(found.error),
                 "" if default else against_default(decision, found.end_to_end_us),
                 *([work_units(found)] if counted else []),
-                note,
+                plain(note),
             )
             first = False
         if not decision.measurements:
             unknown = ["-", "-", "-", "-", "", *(["-"] if counted else [])]
-            table.add_row(key.op, f"{sizes_text(key)}\n{key.form}", decision.candidate, *unknown, word)
+            table.add_row(plain(key.op), key_cell(key), plain(decision.candidate), *unknown, plain(word))
         table.add_section()
+    for column in table.columns[3 : 9 if counted else 8]:
+        # A number is never cut, however narrow the terminal is: without its exponent it would be another one.
+        column.min_width = max(map(len, [*map(str, column.cells), *str(column.header).split()]))
     return table
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import console, print_json, use_interpreter_on_cpu
+from .common import console, plain, print_json, use_interpreter_on_cpu
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -126,7 +126,7 @@ def print_stored(found: Sequence[Explanation], refused: Sequence[str]) -> None:
 
     out = console()
     for each in found:
-        out.print(f"{each.key}\nruns {each.candidate}: {each.reason}", markup=False, soft_wrap=True)
+        out.print(f"{each.key}\nruns {plain(each.candidate)}: {plain(each.reason)}", markup=False, soft_wrap=True)
         if each.decision is not None:
             out.print(decision_table([(each.decision, each.source)]))
     for reason in refused:
@@ -216,9 +216,10 @@ def compiling(target: Target, config: Path | None) -> Iterator[tuple[Compiler, A
     toolchain = find_toolchain(settings.python or None)
     cache = platformdirs.user_cache_path("layout_tuner") / "ascend"
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    out = console(stderr=True)
     with (
         Compiler(toolchain, target, cache=cache, processes=settings.processes) as compiler,
-        Progress(*columns, console=console(stderr=True), transient=True) as bar,
+        Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as bar,
     ):
         task = bar.add_task(f"compiling for {target.name}", total=None)
         yield compiler, lambda done, total: bar.update(task, completed=done, total=total), settings.timeout_s

@@ -2,54 +2,130 @@
 
 from __future__ import annotations
 
+import itertools
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .cache import CacheOption, require_known_op
-from .common import console, print_json
+from .common import console, plain, plain_lines, print_json_list
 
 if TYPE_CHECKING:
     from layout_tuner.cache.layers import LayeredStore, Resolution
+    from layout_tuner.cache.listing import Listing
+
+LIMIT = 50
+# Keys of one table: the widths of its columns need all of its rows at once.
+TABLE = 50
 
 
 def show(
     cache: CacheOption = None,
     op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
     environment: Annotated[str | None, typer.Option(help="Only this environment.")] = None,
+    like: Annotated[
+        str | None,
+        typer.Option(
+            help='Only keys whose text holds this, such as "T=2048", "K=128 V=128 bfloat16 packed" or a form.'
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(min=0, help=f"So many keys, the newest first; 0: all. Default: {LIMIT}, with --json all."),
+    ] = None,
+    page: Annotated[int, typer.Option(min=1, help="Which so many.")] = 1,
     config: Annotated[Path | None, typer.Option(help="Settings; default: tuner.toml here, if any.")] = None,
     layers: Annotated[bool, typer.Option("--layers", help="Every layer's decisions, and which one is used.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
-    """List what is stored: every decision with its candidates' times."""
-    from .decisions import decision_json, decision_table
+    """List what is stored, the newest first: decisions with their candidates' times."""
+    from layout_tuner.cache.listing import listing
 
-    store = _layers(cache, config)
-    _warn_of_change(store.name)
-    found = [each for each in store.resolutions(environment=environment, op=op) if layers or each.used]
-    all_ops = [] if found else [each.record.key.op for each in store.resolutions() if layers or each.used]
-    store.close()
-    require_known_op(found, op)
-    if json:
-        rows = [decision_json(each.record) for each in found]
-        if layers:
-            rows = [row | {"layer": each.layer.name, "used": each.used} for row, each in zip(rows, found)]
-        print_json({"decisions": rows})
-        return
+    most = limit if limit is not None else 0 if json else LIMIT
+    if page > 1 and not most:
+        raise typer.BadParameter("--page goes through what --limit leaves out; with all of it there is one page")
+    with closing(_layers(cache, config)) as store:
+        _warn_of_change(store.name)
+        asked = {"op": op, "environment": environment, "like": like}
+        found = listing(store, op=op, environment=environment, like=like)
+        require_known_op(range(found.keys), op)
+        start = most * (page - 1)
+        end = start + most if most else None
+        shown = (
+            [each for each in group if layers or each.used] for group in itertools.islice(found.groups, start, end)
+        )
+        left = max(0, found.keys - start - most) + min(start, found.keys) if most else 0
+        if json:
+            more = {} if limit is None else {"left_out": left}
+            print_json_list("decisions", (_json(each, layers) for group in shown for each in group), more)
+            return
+        if not found.keys:
+            console().print(_nothing(store, asked))
+            return
+        _print_paged(_tables(shown, store.name, left, page, layers))
+
+
+def _json(resolution: Resolution, layers: bool) -> dict[str, Any]:
+    from .decisions import decision_json
+
+    row = decision_json(resolution.record)
+    return row | {"layer": resolution.layer.name, "used": resolution.used} if layers else row
+
+
+def _nothing(store: LayeredStore, asked: dict[str, str | None]) -> str:
+    """What to say where no decision meets the conditions: what there is instead."""
+    from layout_tuner.cache.listing import listing
+
+    there: Listing = listing(store)
+    if not there.keys:
+        return f"no decisions in {plain(store.name)}"
+    chosen = " and ".join(f"{name} {value!r}" for name, value in asked.items() if value is not None)
+    ops = sorted({group[0].record.key.op for group in itertools.islice(there.groups, 1000)})
+    return f"no decisions of {chosen} in {plain(store.name)}; it holds {there.keys}, of {plain(', '.join(ops))}"
+
+
+def _tables(groups: Iterable[list[Resolution]], name: str, left: int, page: int, layers: bool) -> Iterator[str]:
+    """The text of one table after the other, then how many decisions that were and how many keys were left out."""
+    from .decisions import decision_table
+
     out = console()
-    if not found:
-        asked = {"op": op, "environment": environment}
-        chosen = [f"{name} {value!r}" for name, value in asked.items() if value is not None]
-        wanted = f" of {' and '.join(chosen)}" if all_ops else ""
-        there = f"; it holds {len(all_ops)}, of {', '.join(sorted(set(all_ops)))}" if all_ops else ""
-        out.print(f"no decisions{wanted} in {store.name}{there}", markup=False)
+    count = 0
+    groups = iter(groups)
+    while some := list(itertools.islice(groups, TABLE)):
+        found = [each for group in some for each in group]
+        count += len(found)
+        with out.capture() as captured:
+            for place in dict.fromkeys(each.record.environment for each in found):
+                out.print(f"environment {plain(place)}")
+                here = [each for each in found if each.record.environment == place]
+                out.print(decision_table([(each.record, word(each, layers)) for each in here]))
+        yield captured.get()
+    rest = f"; {left} keys left out: see --limit, --page {page + 1}, --op, --like" if left else ""
+    yield f"{count} decisions in {plain(name)}{rest}\n"
+
+
+def _print_paged(texts: Iterator[str]) -> None:
+    """Prints texts as they come, on a terminal through the user's pager."""
+    from layout_tuner.config import pager
+
+    command = pager()
+    paged = sys.stdout.isatty() and sys.stdin is not None and sys.stdin.isatty() and shutil.which(command[0])
+    if not paged:
+        for text in texts:
+            sys.stdout.write(text)
         return
-    for place in dict.fromkeys(each.record.environment for each in found):
-        out.print(f"environment {place}", markup=False)
-        here = [each for each in found if each.record.environment == place]
-        out.print(decision_table([(each.record, word(each, layers)) for each in here]))
-    out.print(f"{len(found)} decisions in {store.name}", markup=False)
+    # What is read is not waited for: the first page is there while later ones are looked up.
+    with subprocess.Popen(command, stdin=subprocess.PIPE, encoding="utf-8", errors="backslashreplace") as process:
+        assert process.stdin is not None
+        with suppress(BrokenPipeError), process.stdin:
+            for text in texts:
+                process.stdin.write(text)
 
 
 def _layers(cache: str | None, config: Path | None) -> LayeredStore:
@@ -86,7 +162,7 @@ def _warn_of_change(name: str) -> None:
     try:
         require_unbroken(place)
     except CacheError as error:
-        typer.echo(f"warning: {error}", err=True)
+        typer.echo(f"warning: {plain_lines(error)}", err=True)
 
 
 def word(resolution: Resolution, layers: bool) -> str:
