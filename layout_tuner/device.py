@@ -11,6 +11,8 @@ import functools
 import importlib.metadata
 import logging
 import os
+import re
+import secrets
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -200,6 +202,55 @@ def release(device: torch.device) -> None:
     """Return cached memory to the device after an allocation failed."""
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
+
+
+# -- what went wrong -----------------------------------------------------------------------------------------------
+
+# torch_npu 7.x raises a plain RuntimeError; 207001 is CANN's code for memory it cannot allocate.
+_OUT_OF_MEMORY = re.compile(
+    r"\b(NPU|CUDA) out of memory|error code is 207001|(CUDA error|Triton Error \[\w+\]): out of memory|_ALLOC_FAILED\b"
+)
+# How torch_npu, CANN, torch's CUDA and Triton's launchers name an error of the runtime.
+_FAULTED = re.compile(
+    r"(NPU|OPS|ACL) function error|\bERR\d{5}\b|The Inner error is reported|error code(?: is|:)? ?\d{6}\b"
+    r"|CUDA error: |Triton Error \["
+)
+# Of those, what ends a process's use of the device: CANN's codes of the runtime and of cores that stopped, CUDA's
+# errors that stay.
+_LOST = re.compile(
+    r"error code(?: is|:)? ?507\d{3}\b|The Inner error is reported|core (execution|exception) is abnormal"
+    r"|(CUDA error|Triton Error \[\w+\]): (an illegal|misaligned|device-side assert|unspecified launch"
+    r"|the launch timed out|hardware|invalid program counter|uncorrectable)"
+)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that the device's memory, or the host's, is too small."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
+
+
+def faulted(error: BaseException) -> bool:
+    """Whether an exception carries an error of the device's runtime, want of memory apart."""
+    accelerator = getattr(torch, "AcceleratorError", None)
+    if accelerator is not None and isinstance(error, accelerator):
+        return True
+    return lost(error) or _FAULTED.search(str(error)) is not None
+
+
+def lost(error: BaseException) -> bool:
+    """Whether the device does nothing more for this process after an exception."""
+    return _LOST.search(str(error)) is not None
+
+
+def answers(device: torch.device) -> bool:
+    """Whether the device does what it is given: a number that was never in its memory comes back, one larger.
+
+    Waits for all work before it, so that a hung device would not let it return.
+    """
+    number = secrets.randbelow(1 << 30)
+    return int((torch.tensor([number], dtype=torch.int32, device=device) + 1).item()) == number + 1
 
 
 # -- Triton's interpreter --------------------------------------------------------------------------------------
