@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 PROGRAMS_PER_CORE = {"npu": 1, "cuda": 32, "cpu": 1}
 INTERPRETED_PROGRAMS = 4
 ACCELERATORS = ("npu", "cuda")
+# An Ascend 910B's second-level cache, of which torch_npu before 7.2 says nothing.
+MOST_CACHE_BYTES = {"npu": 192 << 20}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,11 +187,11 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Size of the device's second-level cache in bytes; 64 MiB where nobody says."""
+    """Size of the device's second-level cache in bytes; where nobody says, what devices have at most."""
     if device.type == "cpu":
         return 0
     properties = torch.get_device_module(device).get_device_properties(device)
-    return int(getattr(properties, "L2_cache_size", 0) or 64 << 20)
+    return int(getattr(properties, "L2_cache_size", 0) or MOST_CACHE_BYTES.get(device.type, 64 << 20))
 
 
 def multi_process() -> bool:

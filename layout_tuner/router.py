@@ -500,9 +500,10 @@ class Router:
         except LayoutTunerError as error:
             log.warning("%s: not tuned: %s", key, error)
             return stand_in(default, "it could not be tuned")
-        except Exception as error:  # torch_npu raises no class of its own for want of memory
+        except (RuntimeError, MemoryError) as error:  # a device's, of which torch_npu makes no class of their own
             if not devices.out_of_memory(error):
-                raise
+                log.warning("%s: not tuned: %s: %s", key, type(error).__name__, first_line(error))
+                return stand_in(default, "it could not be tuned")
             devices.release(device)
             self.say(key, "too little free memory to tune (%s): running %s", first_line(error), default.id)
             return self.pass_over(place, default, "too little free memory to tune")
