@@ -28,6 +28,7 @@ LIFETIMES: Lifetimes = {
     "compile": None,
     "overflow": None,
     "wrong": None,
+    "crash": timedelta(days=1),
     "memory": timedelta(days=1),
     "timeout": timedelta(days=7),
     "device": timedelta(0),

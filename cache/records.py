@@ -18,7 +18,7 @@ State = Literal["ok", "wrong", "failed", "skipped"]
 Source = Literal["pinned", "measured", "imported", "predicted"]
 """Where a decision comes from. A choice forced by an environment variable is never stored."""
 
-FailureClass = Literal["", "compile", "overflow", "memory", "timeout", "wrong", "device"]
+FailureClass = Literal["", "compile", "crash", "overflow", "memory", "timeout", "wrong", "device"]
 """Why a candidate failed, which says how long the failure is believed; empty for a candidate that did not fail."""
 
 MAX_SAMPLES = 4096

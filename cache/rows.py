@@ -6,6 +6,7 @@ from typing import Any, TypeVar, cast
 from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import RowMapping
 
+from .hindsight import failure_of
 from .models import KEY_COLUMNS
 from .records import (
     MAX_MAPPING,
@@ -144,7 +145,7 @@ def _measurement(row: Row) -> MeasurementRecord:
         revision=row["revision"],
         state=row["state"],
         reason=row["reason"],
-        failure=row["failure"],
+        failure=failure_of(row["failure"], row["reason"]),
         end_to_end_us=_number(row["end_to_end_us"]),
         kernel_us=_number(row["kernel_us"]),
         relayout_us=_number(row["relayout_us"]),

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
         ConfigError as ConfigError,
     )
     from .errors import (
+        DeviceLostError as DeviceLostError,
+    )
+    from .errors import (
         LayoutTunerError as LayoutTunerError,
     )
     from .errors import (
@@ -55,6 +58,7 @@ _HOMES = {
     "UnsupportedProblemError": "errors",
     "CacheError": "errors",
     "TooLittleMemoryError": "errors",
+    "DeviceLostError": "errors",
     "TuningError": "errors",
 }
 

@@ -12,6 +12,8 @@ import functools
 import importlib.metadata
 import logging
 import os
+import re
+import secrets
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -28,6 +30,8 @@ log = logging.getLogger(__name__)
 PROGRAMS_PER_CORE = {"npu": 1, "cuda": 32, "cpu": 1}
 INTERPRETED_PROGRAMS = 4
 ACCELERATORS = ("npu", "cuda")
+# An Ascend 910B's second-level cache, of which torch_npu before 7.2 says nothing.
+MOST_CACHE_BYTES = {"npu": 192 << 20}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,11 +188,11 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Size of the device's second-level cache in bytes; 64 MiB where nobody says."""
+    """Size of the device's second-level cache in bytes; where nobody says, what devices have at most."""
     if device.type == "cpu":
         return 0
     properties = torch.get_device_module(device).get_device_properties(device)
-    return int(getattr(properties, "L2_cache_size", 0) or 64 << 20)
+    return int(getattr(properties, "L2_cache_size", 0) or MOST_CACHE_BYTES.get(device.type, 64 << 20))
 
 
 def multi_process() -> bool:
@@ -201,6 +205,55 @@ def release(device: torch.device) -> None:
     """Return cached memory to the device after an allocation failed."""
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
+
+
+# -- what went wrong -----------------------------------------------------------------------------------------------
+
+# torch_npu 7.x raises a plain RuntimeError; 207001 is CANN's code for memory it cannot allocate.
+_OUT_OF_MEMORY = re.compile(
+    r"\b(NPU|CUDA) out of memory|error code is 207001|(CUDA error|Triton Error \[\w+\]): out of memory|_ALLOC_FAILED\b"
+)
+# How torch_npu, CANN, torch's CUDA and Triton's launchers name an error of the runtime.
+_FAULTED = re.compile(
+    r"(NPU|OPS|ACL) function error|\bERR\d{5}\b|The Inner error is reported|error code(?: is|:)? ?\d{6}\b"
+    r"|CUDA error: |Triton Error \["
+)
+# Of those, what ends a process's use of the device: CANN's codes of the runtime and of cores that stopped, CUDA's
+# errors that stay.
+_LOST = re.compile(
+    r"error code(?: is|:)? ?507\d{3}\b|The Inner error is reported|core (execution|exception) is abnormal"
+    r"|(CUDA error|Triton Error \[\w+\]): (an illegal|misaligned|device-side assert|unspecified launch"
+    r"|the launch timed out|hardware|invalid program counter|uncorrectable)"
+)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that the device's memory, or the host's, is too small."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
+
+
+def faulted(error: BaseException) -> bool:
+    """Whether an exception carries an error of the device's runtime, want of memory apart."""
+    accelerator = getattr(torch, "AcceleratorError", None)
+    if accelerator is not None and isinstance(error, accelerator):
+        return True
+    return lost(error) or _FAULTED.search(str(error)) is not None
+
+
+def lost(error: BaseException) -> bool:
+    """Whether the device does nothing more for this process after an exception."""
+    return _LOST.search(str(error)) is not None
+
+
+def answers(device: torch.device) -> bool:
+    """Whether the device does what it is given: a number that was never in its memory comes back, one larger.
+
+    Waits for all work before it, so that a hung device would not let it return.
+    """
+    number = secrets.randbelow(1 << 30)
+    return int((torch.tensor([number], dtype=torch.int32, device=device) + 1).item()) == number + 1
 
 
 # -- Triton's interpreter --------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@
     ├── UnsupportedProblemError  a well-formed call that no kernel here serves; names every reason
     ├── CacheError               a decision file that cannot be opened or read; never raised by an op
     └── TuningError              no candidate could be used for a key
-        └── TooLittleMemoryError     or there is too little device memory to find out
+        ├── TooLittleMemoryError     or there is too little device memory to find out
+        └── DeviceLostError          or the device does nothing more for this process
 
 Wrong shapes, dtypes and devices of a call are `ValueError` and `TypeError`, as in torch. `PackingError` is the
 `ValueError` for values that only a running candidate looks at.
@@ -56,6 +57,10 @@ class TuningError(LayoutTunerError):
 
 class TooLittleMemoryError(TuningError):
     """A key is not tuned because the device has less free memory than that takes."""
+
+
+class DeviceLostError(TuningError):
+    """The device stopped answering this process: nothing that was found with it is kept."""
 
 
 class Faults:

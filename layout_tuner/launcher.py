@@ -6,6 +6,7 @@ of some kind goes through Triton, which compiles; the next ones launch what it c
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,12 @@ from . import direct
 from .direct import Constant as Constant
 from .direct import DirectLaunch
 from .errors import REFUSAL, REFUSED
+from .failures import classify, first_line
+
+log = logging.getLogger(__name__)
+
+# How often a compiler may crash over one kernel before that is its failure.
+CRASHES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,8 +151,22 @@ class BoundKernel:
     def plain(self, grid: int, *arguments: Any) -> bool:
         """Launch through Triton."""
         if grid > 0:
-            self.kernel[(grid,)](*arguments, **self.constants)
+            self.through_triton(grid, arguments)
         return True
+
+    def through_triton(self, grid: int, arguments: tuple[Any, ...]) -> Any:
+        """Launch through Triton, which may compile; a compiler that crashes, as Ascend's does at times, is run again.
+
+        Nothing was launched then, so that a repetition does nothing twice.
+        """
+        for _ in range(CRASHES):
+            try:
+                return self.kernel[(grid,)](*arguments, **self.constants)
+            except Exception as error:
+                if classify(error) != "crash":
+                    raise
+                log.warning("the compiler of %s crashed, trying again: %s", self.kernel, first_line(error))
+        return self.kernel[(grid,)](*arguments, **self.constants)
 
     def launch(self, grid: int, arguments: tuple[Any, ...]) -> None:
         """Launch arguments of another kind than the newest: directly where they are known, else through Triton."""
@@ -161,7 +182,7 @@ class BoundKernel:
         if variant is not None and variant(grid, *arguments):
             self.direct = variant
             return
-        compiled = self.kernel[(grid,)](*arguments, **self.constants)
+        compiled = self.through_triton(grid, arguments)
         if known not in self.variants and compiled is not None and known[0] == devices.launch_index():
             self.keep(known, compiled)
 

@@ -8,6 +8,7 @@ nothing of the distribution. Times are microseconds throughout.
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import statistics
 import time
@@ -20,10 +21,14 @@ import torch
 
 from . import device as devices
 
+log = logging.getLogger(__name__)
+
 Run = Callable[[], object]
 
 # Fills ahead of a sample take at most so long together.
 MOST_HOLD_US = 10_000.0
+# Seconds between questions to a device whose events do not come.
+ASK_S = 0.1
 CONFIDENCE = 0.95
 
 
@@ -35,7 +40,7 @@ class Timer(Protocol):
         ...
 
     def settled(self, seconds: float) -> bool:
-        """Whether everything given to the device is done within so many seconds."""
+        """Whether the device does all that it was given within so many seconds, and still answers."""
         ...
 
 
@@ -137,12 +142,21 @@ class EventTimer:
         return 1 if self.most_holds == 1 else min(self.most_holds, 1 + math.ceil(2.5 * queueing_us / self.gain_us))
 
     def _wait(self, start: devices.Event, end: devices.Event) -> None:
-        """Ask for the events until they have come: a wait for them could not be given up."""
-        give_up = time.monotonic() + self.patience_s
+        """Ask for the events until they have come: a wait for them could not be given up.
+
+        The error of a queue that stopped is told to whoever queues something next, and events say nothing of it: what
+        takes long is asked about so.
+        """
+        now = time.monotonic()
+        give_up, ask_at = now + self.patience_s, now + ASK_S
         pause_s = 0.0
         while not (start.query() and end.query()):
-            if time.monotonic() > give_up:
+            now = time.monotonic()
+            if now > give_up:
                 raise TimeoutError("its work on the device does not end")
+            if now > ask_at:
+                devices.event(self.device).record()
+                ask_at = now + ASK_S
             time.sleep(pause_s)
             pause_s = min(pause_s + 1e-6, 1e-3)
 
@@ -170,15 +184,19 @@ class EventTimer:
         return start.elapsed_time(end) * 1e3, held
 
     def settled(self, seconds: float) -> bool:
-        """Whether everything given to the device is done within so many seconds."""
-        done = devices.event(self.device)
-        done.record()
+        """Whether the device does all that it was given, and what it is given now, within so many seconds."""
         give_up = time.monotonic() + seconds
-        while not done.query():
-            if time.monotonic() > give_up:
-                return False
-            time.sleep(1e-3)
-        return True
+        try:
+            done = devices.event(self.device)
+            done.record()
+            while not done.query():
+                if time.monotonic() > give_up:
+                    return False
+                time.sleep(1e-3)
+            return devices.answers(self.device)
+        except RuntimeError as error:
+            log.warning("%s does not answer: %s", self.device, error)
+            return False
 
     def round_us(self, runs: Sequence[Run]) -> list[float]:
         """One sample of each, in microseconds of device time.

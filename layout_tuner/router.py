@@ -35,6 +35,7 @@ from .decisions import key_record, measurement_of, outcome_record
 from .environment import PREDICTED, environment
 from .errors import CacheError, ConfigError, LayoutTunerError, PackingError, TooLittleMemoryError, TuningError
 from .experiment import Experiment
+from .failures import classify, first_line
 from .fitting import Fits, Run, Scalars, Signature, fitting, guard, running, signature
 from .footprint import MARGIN, MIB, tuning_bytes
 from .forcing import Forced
@@ -44,7 +45,7 @@ from .measure import EventTimer, HostTimer, Interval, Timer, scratch_bytes
 from .misses import MissLog
 from .prepare import Prepared
 from .registry import Call, Candidate, OpSpec, Outputs, Problem, Value, number_faults
-from .tuner import Measurement, Outcome, classify, first_line, tune
+from .tuner import Measurement, Outcome, tune
 from .watchdog import FamilyLock
 
 log = logging.getLogger(__name__)
@@ -572,7 +573,10 @@ class Router:
         except LayoutTunerError as error:
             log.warning("%s: not tuned: %s", key, error)
             return stand_in(default, "it could not be tuned")
-        except (torch.OutOfMemoryError, MemoryError) as error:
+        except (RuntimeError, MemoryError) as error:  # a device's, of which torch_npu makes no class of their own
+            if not devices.out_of_memory(error):
+                log.warning("%s: not tuned: %s: %s", key, type(error).__name__, first_line(error))
+                return stand_in(default, "it could not be tuned")
             devices.release(device)
             self.say(key, "too little free memory to tune (%s): running %s", first_line(error), default.id)
             return self.pass_over(place, default, "too little free memory to tune")
@@ -747,8 +751,6 @@ def saved_by(record: DecisionRecord | None) -> Interval | None:
 
 def describe(outcome: Outcome) -> str:
     """One line for people: the winner and by how much."""
-    if outcome.stopped == "busy":
-        return f"{outcome.winner}, {outcome.measurement(outcome.winner).reason}"
     if outcome.gain is None:
         return f"{outcome.winner} stays: nothing is faster beyond the noise"
     low, high = 100 * outcome.gain.low, 100 * outcome.gain.high

@@ -13,21 +13,21 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Literal
 
-import torch
-
 from .config import Measure, Tuning
-from .errors import TuningError
+from .errors import DeviceLostError, TuningError
+from .failures import Failure, classify, fatal, first_line
 from .measure import Interval, Rounds, Run, Timer, time_rounds
 from .watchdog import left_behind, run_within
 
 log = logging.getLogger(__name__)
 
 FALSE_WINS = 0.01
+# How long a device that has nothing left to do may take to answer.
+ANSWER_S = 10.0
 # Share of the budget within which candidates have to be ready; the rest is for timing them.
 CHECKING = 0.8
 
 State = Literal["ok", "wrong", "failed", "skipped"]
-Failure = Literal["", "compile", "overflow", "memory", "timeout", "wrong", "device"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +129,7 @@ class Outcome:
         measurements: One for each candidate, in the order they were given.
         rounds: Kept rounds; `discarded` ones had an unusable sample.
         discarded: See `rounds`.
-        stopped: Why timing ended: `narrow`, `rounds`, `budget`, `broken`, or `busy`: a candidate that was given up
-            still occupied the device, so that nothing was timed.
+        stopped: Why timing ended: `narrow`, `rounds`, `budget` or `broken`.
         seconds: Wall-clock time of compiling, checking and timing.
     """
 
@@ -163,9 +162,10 @@ def tune(
     those the larger gain wins, ties go to the smaller id, so that repeated runs and different ranks agree.
 
     `tuning.budget_s` covers compiling, checking and timing. The default has all of it to become ready, the others have
-    `CHECKING` of it, together; one that is not ready by then is recorded, and what is ready is timed. Where its work
-    still occupies the device at the end of the budget, nothing can be timed, and nobody else is blamed for that: the
-    default stays, or the smallest id where the default is not right.
+    `CHECKING` of it, together; one that is not ready by then is recorded, and what is ready is timed.
+
+    After some errors a device does nothing more for a process, and torch_npu says so once; candidates that never ran
+    then seem to be wrong, or fast. So there is an outcome only where the device answers before and after.
 
     Args:
         trials: The candidates.
@@ -175,11 +175,13 @@ def tune(
         clock: Seconds, for the budget.
 
     Raises:
-        TuningError: Not one candidate is right, or one that an earlier tuning gave up still occupies the device.
+        TuningError: Not one candidate is right, or none but the default could be chosen untimed.
+        DeviceLostError: The device does not answer, or no more after a candidate, which is named.
     """
     start = clock()
-    if left_behind() and not timer.settled(tuning.budget_s):
-        raise TuningError("a candidate that an earlier tuning gave up still occupies the device")
+    if not timer.settled(tuning.budget_s):
+        what = "a candidate that an earlier tuning gave up still occupies the device"
+        raise DeviceLostError(what if left_behind() else "the device does not answer")
     deadline = start + tuning.budget_s
     check_by = start + CHECKING * tuning.budget_s
     found: dict[str, Measurement] = {}
@@ -203,23 +205,26 @@ def tune(
     while runs:
         baseline = default if default in runs else min(runs)
         if hung and not timer.settled(max(0.0, deadline - clock())):
-            rounds = Rounds(samples={name: [] for name in runs}, discarded=0, stopped="busy")
-            reason = f"not timed: {hung}, which was given up, still occupied the device"
-            found |= {name: replace(found[name], reason=reason) for name in runs}
-            break
+            raise DeviceLostError(f"{hung}, which was given up, still occupies the device")
         rounds = time_ready(runs, baseline, timer, measure, deadline, clock)
         if rounds.error is None:
             break
         broken = rounds.broken.partition(" ")[0]
+        if fatal(rounds.error):
+            raise lost_to(broken, rounds.error) from rounds.error
         found[broken] = failure_of(found[broken], rounds.error)
         if isinstance(rounds.error, TimeoutError) and broken != baseline:
             break  # a device that does not come back has no time for the others
         del runs[broken]  # without it, they are timed anew
         hung = broken if isinstance(rounds.error, TimeoutError) else hung
+    if not timer.settled(ANSWER_S):
+        raise DeviceLostError("the device does not answer any more" + (f" after {hung}" if hung else ""))
     if not runs:
         reasons = "; ".join(f"{m.id}: {m.state}: {m.reason}" for m in found.values())
         raise TuningError(f"no candidate is right: {reasons}")
     kept = len(rounds.samples[baseline])
+    if not kept and baseline != default:
+        raise TuningError(f"nothing could be timed, and the default is {found[default].state}: {found[default].reason}")
     if kept:
         for name in runs:
             found[name] = replace(
@@ -283,6 +288,9 @@ def examine(trial: Trial, seconds: float, *, exact_only: bool = False) -> tuple[
         trial: The candidate.
         seconds: How long that may take.
         exact_only: Whether one with other bits than the default's is left out.
+
+    Raises:
+        DeviceLostError: The device does nothing more for this process.
     """
     described = Measurement(id=trial.id, revision=trial.revision, state="failed")
 
@@ -293,6 +301,8 @@ def examine(trial: Trial, seconds: float, *, exact_only: bool = False) -> tuple[
     try:
         ready, check = run_within(seconds, ready_and_checked)
     except Exception as error:  # whatever a compiler or a driver throws belongs to this candidate alone
+        if fatal(error):
+            raise lost_to(trial.id, error) from error
         return failure_of(described, error), None
     if not check.right:
         reason = check.differs or f"{check.output}: error {check.error:.3g} over {check.limit:.3g}"
@@ -302,6 +312,11 @@ def examine(trial: Trial, seconds: float, *, exact_only: bool = False) -> tuple[
         reason = "[tuning] bit_exact: its bits are not the default's"
         return replace(described, state="skipped", reason=reason, error=check.error), None
     return replace(described, state="ok", error=check.error), ready
+
+
+def lost_to(candidate: str, error: Exception) -> DeviceLostError:
+    """What ends a tuning whose candidate brought the device down."""
+    return DeviceLostError(f"the device stopped answering at {candidate} ({type(error).__name__}: {first_line(error)})")
 
 
 def failure_of(described: Measurement, error: Exception) -> Measurement:
@@ -320,22 +335,3 @@ def choose(measurements: Sequence[Measurement], baseline: str, min_gain: float) 
     # Within the margin of the best, the id decides, so that noise does not.
     close = [found.id for found in better if found.gain and found.gain.median >= best - min_gain]
     return min(close)
-
-
-def classify(error: Exception) -> Failure:
-    """The class of a failure: what went wrong says for how long it is worth remembering."""
-    text = f"{type(error).__name__} {error}".lower()
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return "memory"
-    if isinstance(error, TimeoutError):
-        return "timeout"
-    if "overflow" in text or "out of resource" in text or "outofresources" in text:
-        return "overflow"
-    if "compil" in text:
-        return "compile"
-    return "device"
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's text that says something."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")

@@ -24,7 +24,7 @@ from . import registry
 from .config import Config, with_cache
 from .decisions import key_of, key_record
 from .environment import Environment, environment
-from .errors import ConfigError, Faults, LayoutTunerError
+from .errors import ConfigError, DeviceLostError, Faults, LayoutTunerError
 from .keys import Key, bucketed
 from .registry import OpSpec
 from .router import Router, push, remove, require_server
@@ -165,6 +165,7 @@ def warmup(
     failed = failed_before(made, where) if resume else {}
     start = time.monotonic()
     interrupted = False
+    gone = ""  # why the device does nothing more for this process
     try:
         for number, (spec, key) in enumerate(wanted):
             left_s = None if budget_s is None else budget_s - (time.monotonic() - start)
@@ -174,9 +175,16 @@ def warmup(
             if key in failed:
                 rows.append(Row(key=key, status="left", reason=f"{failed[key]}; without --resume it is tried again"))
                 continue
+            if gone:
+                rows.append(Row(key=key, status="left", reason=f"{gone}: another run goes on from here"))
+                continue
             if progress is not None:
                 progress(number, len(wanted), key)
-            rows.append(warm_key(made, spec, key, where, left_s, again=resume))
+            try:
+                rows.append(warm_key(made, spec, key, where, left_s, again=resume))
+            except DeviceLostError as error:
+                gone = str(error)
+                rows.append(Row(key=key, status="failed", reason=gone))
     except KeyboardInterrupt:
         interrupted = True
     report = Report(
@@ -222,6 +230,9 @@ def warm_key(
         device: Where.
         left_s: Seconds left of the run; None for no end.
         again: Whether a decision that was made before every candidate had its turn is made anew.
+
+    Raises:
+        DeviceLostError: The device does nothing more for this process; nothing is noted of the key.
     """
     if spec.nothing_to_choose(key) or len(spec.candidates(key)) == 1:
         return Row(key=key, status="trivial", reason="one head, one token or one candidate: nothing to choose")
@@ -233,6 +244,8 @@ def warm_key(
     ticket = push(router)  # another library's function is compared with ours as it is routed
     try:
         router.tune(spec, key, device, left_s)
+    except DeviceLostError:
+        raise
     except LayoutTunerError as error:
         seconds = time.monotonic() - start
         if left_s is not None and seconds >= CHECKING * left_s:

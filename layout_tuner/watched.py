@@ -26,8 +26,13 @@ class _Kinds(dict[type, bool]):
 
     def __missing__(self, kind: type) -> bool:
         tensor = issubclass(kind, torch.Tensor)
-        self[kind] = not tensor or kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        self[kind] = not tensor or dispatch_of(kind) is dispatch_of(torch.Tensor)
         return self[kind]
+
+
+def dispatch_of(kind: type) -> object:
+    """What runs the operators of a type of tensors."""
+    return getattr(kind, "__torch_dispatch__", None)
 
 
 _plain = _Kinds()
@@ -64,13 +69,13 @@ def apart() -> Iterator[None]:
     """Within it, torch runs as if nothing were watching."""
     state = torch._C._get_tracing_state() if _jit() else None
     if state is not None:
-        torch._C._set_tracing_state(None)  # type: ignore[arg-type]
+        torch._C._set_tracing_state(None)  # type: ignore[arg-type,attr-defined]
     try:
         with _disable_current_modes():
             yield
     finally:
         if state is not None:
-            torch._C._set_tracing_state(state)
+            torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
 
 
 def faults(named: dict[str, Any]) -> list[str]:

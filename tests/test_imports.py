@@ -21,7 +21,7 @@ ROWS = (
     ("errors", "files"),
     ("config", "layouts", "keys", "watchdog", "watched"),
     ("registry", "device", "numerics", "packing"),
-    ("environment", "measure", "reference", "launcher", "direct", "inputs", "shapes", "forcing"),
+    ("environment", "failures", "measure", "reference", "launcher", "direct", "inputs", "shapes", "forcing"),
     ("counters", "footprint"),
     ("prepare", "tuner"),
     ("checking", "decisions", "fitting"),

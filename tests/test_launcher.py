@@ -12,6 +12,7 @@ import pytest
 import torch
 from dv_local import SPEC
 from layout_tuner.kernels import dv_local as kernels
+from triton.runtime.errors import PTXASError
 
 from layout_tuner import launcher
 from layout_tuner.device import Chip
@@ -35,6 +36,22 @@ class Kernel:
         return lambda *arguments, **named: self.launches.append((grid, arguments, named))
 
 
+class Crashing(Kernel):
+    """One whose compiler fails so many times."""
+
+    def __init__(self, times: int, error: Exception | None = None) -> None:
+        super().__init__()
+        self.times = times
+        self.error = error or PTXASError("`ptxas` raised SIGSEGV")
+        self.attempts = 0
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        self.attempts += 1
+        if self.attempts <= self.times:
+            raise self.error
+        return super().__getitem__(grid)
+
+
 def test_a_launch_is_the_kernel_with_its_constants() -> None:
     kernel = Kernel()
     launcher.bind(kernel, BT=64, USE_G=True)(5, "q", None, 3)
@@ -45,6 +62,26 @@ def test_an_empty_grid_launches_nothing() -> None:
     kernel = Kernel()
     launcher.bind(kernel)(0)
     assert not kernel.launches
+
+
+@pytest.mark.parametrize(("crashes", "launched"), [(1, True), (2, True), (3, False)])
+def test_a_compiler_that_crashes_is_run_three_times(crashes: int, launched: bool) -> None:
+    kernel = Crashing(crashes)
+    bound = launcher.bind(kernel, BT=64)
+    if launched:
+        bound(5, "q")
+        assert kernel.launches == [((5,), ("q",), {"BT": 64})]
+    else:
+        with pytest.raises(PTXASError, match="SIGSEGV"):
+            bound(5, "q")
+    assert kernel.attempts == min(crashes + 1, 3)
+
+
+def test_a_kernel_that_a_compiler_refuses_is_not_compiled_again() -> None:
+    kernel = Crashing(1, PTXASError("no such instruction"))
+    with pytest.raises(PTXASError, match="no such instruction"):
+        launcher.bind(kernel)(5, "q")
+    assert kernel.attempts == 1
 
 
 def test_recording_keeps_a_launch_and_runs_nothing() -> None:

@@ -27,6 +27,7 @@ from layout_tuner.cache.pins import write_pins
 from layout_tuner.cache.store import Store
 from layout_tuner.kernels import dv_local as kernels
 from timers import SetTimer, set_times
+from triton.runtime.errors import OutOfResources, PTXASError
 
 import layout_tuner
 from layout_tuner import device as devices
@@ -503,12 +504,20 @@ def test_too_many_keys_run_the_default_and_are_said_once(
     assert caplog.text.count("max_keys") == 1
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("tried to allocate 80 GiB"),
+        RuntimeError("NPU out of memory. Tried to allocate 384.00 MiB (NPU 0; 60.96 GiB total capacity)"),
+    ],
+    ids=["torch", "torch_npu 7"],
+)
 def test_out_of_memory_while_tuning_runs_the_default_and_is_not_kept(
-    config: Config, device: torch.device, caplog: pytest.LogCaptureFixture
+    config: Config, device: torch.device, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     given = arguments(device)
     with entered(Counted(config, on_miss="tune")) as made:
-        made.raises = torch.OutOfMemoryError("tried to allocate 80 GiB")
+        made.raises = error
         assert_right(dv_local(given), given)
         assert "too little free memory to tune" in caplog.text
         assert ran(made) == []
@@ -597,14 +606,14 @@ def test_a_decision_of_another_environment_is_not_used(config: Config, device: t
 class Broken:
     """A kernel that fails at its launch."""
 
-    def __init__(self, message: str = "illegal instruction") -> None:
-        self.message = message
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error or RuntimeError("illegal instruction")
         self.launches = 0
 
     def __getitem__(self, grid: object):
         def launch(*_: object, **__: object) -> None:
             self.launches += 1
-            raise RuntimeError(self.message)
+            raise self.error
 
         return launch
 
@@ -657,6 +666,33 @@ def test_a_winner_that_has_run_and_then_fails_falls_back_to_the_default(
 
 
 @pytest.mark.parametrize(
+    "error",
+    [
+        OSError(116, "Stale file handle", "/cache/torch_compile_cache/x/k.so"),
+        OSError(28, "No space left on device", "/root/.triton/compiled"),
+        OverflowError("Python int too large to convert to C int"),
+        RuntimeError("run:build/torch_npu.dir/compiler_depend.ts:361 NPU function error: Sync, error code is 507015"),
+    ],
+    ids=["a stale handle", "a full disk", "a number", "a device"],
+)
+def test_a_fault_that_passes_takes_no_stored_decision_away(
+    config: Config, device: torch.device, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    given = arguments(device)
+    with entered(tuning(config)) as made:
+        dv_local(given)
+        (before,) = made.store.decisions()
+    with monkeypatch.context() as patched:
+        patched.setattr(kernels, "chunk_bwd_dv_local_sub", Broken(error))
+        with entered(Router(config, on_miss="error")) as made:
+            assert_right(dv_local(given), given)
+            assert list(made.store.decisions()) == [before]
+    with entered(Router(config, on_miss="error")) as made:
+        assert_right(dv_local(given), given)
+        assert ran(made) == [SECOND]
+
+
+@pytest.mark.parametrize(
     ("starts", "said"),
     [([0, 30], "an end of at most T=20, got 30"), ([0, 12, 5], "starts from 0 that never fall")],
     ids=["too long", "falling"],
@@ -685,14 +721,14 @@ def test_a_candidate_that_fails_in_tuning_is_recorded_and_the_call_is_right(
     config: Config, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = arguments(device)
-    monkeypatch.setattr(kernels, "chunk_bwd_dv_local_sub", Broken("compilation failed"))
+    monkeypatch.setattr(kernels, "chunk_bwd_dv_local_sub", Broken(PTXASError("no such instruction")))
     with entered(tuning(config, dict.fromkeys(CANDIDATES, 10.0) | {"full/g=T_CONTIG": 5.0})) as made:
         assert_right(dv_local(given), given)
         (decision,) = made.store.decisions()
     assert decision.candidate == "full/g=T_CONTIG"
     assert [m.state for m in decision.measurements] == ["ok", "ok", "failed", "failed"]
     assert decision.measurements[2].failure == "compile"
-    assert "compilation failed" in decision.measurements[2].reason
+    assert decision.measurements[2].reason == "PTXASError: PTXAS error: no such instruction"
 
 
 def test_when_every_candidate_fails_the_error_reaches_the_caller(
@@ -713,7 +749,7 @@ def test_what_is_no_tensor_is_named_after_a_call_too(config: Config, device: tor
             dv_local(given | {"q": SimpleNamespace(shape=[1, 20, 1, 16])})  # type: ignore[dict-item]
 
 
-TOO_MUCH = "out of resource: shared memory, Required: 245760, Hardware limit: 232448."
+TOO_MUCH = OutOfResources(245760, 232448, "shared memory")
 
 
 @pytest.mark.parametrize("tuned", [False, True], ids=["without-enable", "enabled"])
@@ -730,7 +766,7 @@ def test_a_default_that_takes_too_much_memory_gives_way_to_another_variant(
     assert f"failed ({TOO_MUCH})" in caplog.text
     assert broken.launches == 1
     monkeypatch.setattr(kernels, "chunk_bwd_dv_local_sub", Broken(TOO_MUCH))
-    with entered(Router(config, on_miss="default", tuning=tuned)), pytest.raises(RuntimeError, match="shared memory"):
+    with entered(Router(config, on_miss="default", tuning=tuned)), pytest.raises(OutOfResources, match="shared memory"):
         dv_local(given)
 
 

@@ -11,10 +11,11 @@ from datetime import UTC, datetime
 import pytest
 import torch
 from timers import RIGHT, WRONG, Named, SetTimer, name_of, noisy_times, set_times, trial
+from triton.runtime.errors import OutOfResources, PTXASError
 
 from layout_tuner.config import Measure, Tuning
 from layout_tuner.decisions import measurement_record
-from layout_tuner.errors import TuningError
+from layout_tuner.errors import DeviceLostError, TuningError
 from layout_tuner.experiment import as_tuple
 from layout_tuner.measure import RunError
 from layout_tuner.numerics import error
@@ -99,10 +100,9 @@ def test_nan_outputs_are_infinitely_wrong() -> None:
     [
         (torch.OutOfMemoryError("tried to allocate 80 GiB"), "memory"),
         (MemoryError(), "memory"),
-        (RuntimeError("ub overflow, requires 2 MB"), "overflow"),
-        (RuntimeError("out of resource: shared memory"), "overflow"),
+        (OutOfResources(245760, 232448, "shared memory"), "overflow"),
         (TimeoutError("took too long"), "timeout"),
-        (RuntimeError("Compilation failed\nsecond line"), "compile"),
+        (PTXASError("`ptxas` failed with error code 255\nsecond line"), "compile"),
         (ValueError("no such thing"), "device"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -267,33 +267,69 @@ def test_a_default_that_hangs_is_an_error_within_the_budget() -> None:
     gate.set()
 
 
+class Lost(SetTimer):
+    """A timer of a device that answers so many times, and then no more."""
+
+    def __init__(self, times: dict[str, float], answers: int) -> None:
+        super().__init__(lambda each, place: times[each])
+        self.answers = answers
+
+    def settled(self, seconds: float) -> bool:
+        self.answers -= 1
+        return self.answers >= 0
+
+
 @pytest.mark.parametrize("default", ["b", "d"])
-def test_nobody_is_blamed_for_a_device_that_another_occupies(default: str) -> None:
+def test_nothing_is_made_of_a_device_that_a_candidate_occupies(default: str) -> None:
     gate = threading.Event()
-    timer = set_times({"a": 1.0, "b": 10.0})
-    timer.comes_back = False
+    timer = Lost({"a": 1.0, "b": 10.0}, 1)
     trials = [trial("b"), trial("a"), hanging("c", gate), trial("e")]
     if default == "d":
         trials.append(raising("d", RuntimeError("broken")))
-    outcome = decide(trials, timer, default, tuning=Tuning(budget_s=1.0))
+    with pytest.raises(DeviceLostError, match="c, which was given up, still occupies the device"):
+        decide(trials, timer, default, tuning=Tuning(budget_s=1.0))
     gate.set()
     assert not timer.orders, "something was timed"
-    assert (outcome.winner, outcome.stopped, outcome.rounds) == ("b" if default == "b" else "a", "busy", 0)
-    states = {found.id: (found.state, found.failure) for found in outcome.measurements}
-    assert states["a"] == states["b"] == ("ok", "")
-    assert states["c"] == ("failed", "timeout")
-    assert states["e"] == ("skipped", "timeout")
-    assert outcome.measurement(outcome.winner).reason == "not timed: c, which was given up, still occupied the device"
-    assert outcome.measurement("a").end_to_end_us is None
 
 
-def test_a_default_that_does_not_end_while_it_is_timed_leaves_the_others_unblamed() -> None:
+def test_nothing_is_made_of_a_device_whose_default_does_not_end_while_it_is_timed() -> None:
     timer = Breaking({"a": 10.0, "b": 1.0, "c": 8.0}, "a", TimeoutError("it does not end"), 5)
-    timer.comes_back = False
-    outcome = decide([trial("a"), trial("c"), trial("b")], timer)
-    assert [(m.id, m.state) for m in outcome.measurements] == [("a", "failed"), ("c", "ok"), ("b", "ok")]
-    assert (outcome.winner, outcome.stopped) == ("b", "busy")
-    assert "a, which was given up" in outcome.measurement("c").reason
+    timer.settled = Lost({}, 1).settled
+    with pytest.raises(DeviceLostError, match="a, which was given up, still occupies the device"):
+        decide([trial("a"), trial("c"), trial("b")], timer)
+
+
+@pytest.mark.parametrize(("answers", "said"), [(0, "does not answer"), (1, "does not answer any more")])
+def test_nothing_is_made_of_a_device_that_does_not_answer_before_or_after(answers: int, said: str) -> None:
+    timer = Lost({"a": 10.0, "b": 1.0}, answers)
+    with pytest.raises(DeviceLostError, match=said):
+        decide([trial("a"), trial("b", WRONG)], timer)
+    assert bool(timer.orders) is bool(answers)
+
+
+LOST = RuntimeError(
+    "synchronize:build/CMakeFiles/torch_npu.dir/compiler_depend.ts:361 NPU function error: "
+    "c10_npu::acl::AclrtSynchronizeStreamWithTimeout(stream()), error code is 507015"
+)
+
+
+@pytest.mark.parametrize("where", ["prepare", "check"])
+def test_a_candidate_that_takes_the_device_with_it_ends_the_tuning(where: str) -> None:
+    timer = set_times({"a": 10.0, "c": 1.0})
+    with pytest.raises(DeviceLostError, match=r"at b .*507015"):
+        decide([trial("a"), raising("b", LOST, where), trial("c")], timer)
+    assert not timer.orders
+
+
+def test_a_candidate_that_takes_the_device_with_it_while_it_is_timed_ends_the_tuning() -> None:
+    timer = Breaking({"a": 10.0, "b": 1.0, "c": 8.0}, "b", LOST, 3)
+    with pytest.raises(DeviceLostError, match=r"at b .*507015"):
+        decide([trial("a"), trial("b"), trial("c")], timer)
+
+
+def test_an_untimed_candidate_never_stands_in_for_a_default_that_is_out() -> None:
+    with pytest.raises(TuningError, match="nothing could be timed, and the default is failed: RuntimeError: broken"):
+        decide([raising("a", RuntimeError("broken")), trial("b"), trial("c")], set_times({"b": 0.0, "c": 0.0}))
 
 
 def test_a_device_that_an_earlier_tuning_left_busy_is_no_fault_of_the_next_default() -> None:

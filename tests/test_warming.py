@@ -16,8 +16,9 @@ import layout_tuner
 from layout_tuner import router, warming
 from layout_tuner.config import Config
 from layout_tuner.decisions import key_record
-from layout_tuner.errors import ConfigError, TuningError
+from layout_tuner.errors import ConfigError, DeviceLostError, TuningError
 from layout_tuner.integrations import rivalry
+from layout_tuner.keys import Key
 from layout_tuner.registry import OpSpec
 from layout_tuner.router import Router
 from layout_tuner.warming import Report, warmup
@@ -94,6 +95,29 @@ def test_the_last_key_has_what_is_left_of_the_budget(
     run(config, device, shapes=[shape(T=[20, 21])], budget_s=500.0)
     assert len(given) == 2
     assert 0 < given[1] < given[0] <= 500.0
+
+
+def test_a_device_that_is_lost_ends_the_run_and_leaves_no_mark(
+    config: Config, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes after would only look as if it failed."""
+    tuned = []
+    original = Router.tune
+
+    def tune(self: Router, spec: OpSpec, at: Key, *more: object) -> object:
+        tuned.append(at.T)
+        if at.T == 21:
+            raise DeviceLostError("the device stopped answering at full/g=STRIDE_HV")
+        return original(self, spec, at, *more)
+
+    monkeypatch.setattr(Router, "tune", tune)
+    report = run(config, device, shapes=[shape(T=[20, 21, 22])])
+    assert statuses(report) == [(20, "tuned"), (21, "failed"), (22, "left")]
+    assert tuned == [20, 21]
+    assert "stopped answering" in report.rows[1].reason
+    made = Router(config)
+    assert not warming.failed_before(made, device)
+    made.close()
 
 
 def test_resume_finishes_what_ran_out_of_its_budget(config: Config, tmp_path: Path, device: torch.device) -> None:

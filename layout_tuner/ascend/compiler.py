@@ -58,7 +58,7 @@ _FRONT_END_OPTIONS: Final[Mapping[str, Mapping[str, bool]]] = {
 # Signals that a program raises by its own fault; every other one was sent to it.
 _FAULTS: Final = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
 
-Failure = Literal["", "compile", "overflow", "timeout", "device"]
+Failure = Literal["", "compile", "crash", "overflow", "timeout", "device"]
 Scalar = bool | int | float | str | None
 Constexpr = Scalar | Mapping[str, str]
 
@@ -148,7 +148,7 @@ class Answer:
         if self.timed_out:
             return f"the {self.stage} did not end in time and was stopped"
         lines = [line.strip() for line in self.stderr.splitlines() if line.strip()]
-        if self.exit_status < 0 or "Stack dump:" in self.stderr:
+        if self.crashed:
             crash = f"the {self.stage} crashed (exit status {self.exit_status})"
             return f"{crash}: {lines[-1]}" if self.stage == "worker" and lines else crash
         if self.stage == "worker" and lines:
@@ -170,7 +170,14 @@ class Answer:
             return "timeout"
         if self.stage == "worker" or (self.exit_status < 0 and -self.exit_status not in _FAULTS):
             return "device"
+        if self.crashed:
+            return "crash"
         return "compile" if self.overflow is None else "overflow"
+
+    @property
+    def crashed(self) -> bool:
+        """Whether the compiler, or one that it calls, was ended by a signal."""
+        return self.exit_status < 0 or "Stack dump:" in self.stderr
 
     @property
     def error_source(self) -> str:

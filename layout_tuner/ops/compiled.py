@@ -128,10 +128,11 @@ def saved_dtypes(said: str) -> dict[str, torch.dtype]:
     """What the forward of a ticket makes for the backward, by name; all else that it saves is an input."""
     what, chain = chain_of(said)
     call = what.call
+    (scale,) = call.scalars
     with watched.apart(), launcher.recording():
         chunks = None if call.cu_seqlens is None else stand_in(call.cu_seqlens, what.BT)
         inputs = call.tensors[: len(INPUTS)]
-        _, _, saved = chain.forward(Inputs._make(arranged(chain, inputs)), *call.scalars, call.cu_seqlens, chunks)
+        _, _, saved = chain.forward(Inputs._make(arranged(chain, inputs)), scale, call.cu_seqlens, chunks)
     return {
         name: tensor.dtype
         for name, tensor in zip(Saved._fields, saved)
@@ -265,11 +266,12 @@ def gradient_dtypes(said: str, wanted: tuple[bool, ...]) -> tuple[torch.dtype | 
     """The dtypes of the gradients that `chain_bwd_op` returns; None for each that it does not."""
     what, chain = chain_of(said)
     call = what.call
+    (scale,) = call.scalars
     with watched.apart(), launcher.recording():
         chunks = None if call.cu_seqlens is None else stand_in(call.cu_seqlens, what.BT)
         inputs = Inputs._make(arranged(chain, call.tensors[: len(INPUTS)]))
-        o, last, saved = chain.forward(inputs, *call.scalars, call.cu_seqlens, chunks)
-        found = chain.backward(saved, o, last, wanted, *call.scalars, call.cu_seqlens, chunks)
+        o, last, saved = chain.forward(inputs, scale, call.cu_seqlens, chunks)
+        found = chain.backward(saved, o, last, wanted, scale, call.cu_seqlens, chunks)
     return tuple(None if gradient is None else gradient.dtype for gradient in found)
 
 

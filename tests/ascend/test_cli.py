@@ -223,7 +223,7 @@ def test_a_prediction_without_one_candidate(tuner: Tuner, tmp_path: Path, one_to
     ("act", "failure"),
     [
         ("exec sleep 600", "timeout"),
-        ("kill -SEGV $$", "compile"),
+        ("kill -SEGV $$", "crash"),
         # Whoever ended the compiler, or the process that waits for it, said nothing about the kernel.
         ("kill -KILL $$", None),
         ("kill -TERM $$", None),

@@ -267,7 +267,7 @@ loc("/some/where/k.py":11:4): error: ub overflow, requires 1908736 bits while 15
     crashed = Answer(stage="compiler", exit_status=-11, stderr="")
     assert crashed.error == "the compiler crashed (exit status -11)"
     assert Answer(stage="compiler", exit_status=0, stderr="[NOTE] x").error == ""
-    assert (answer.failure, crashed.failure) == ("overflow", "compile")
+    assert (answer.failure, crashed.failure) == ("overflow", "crash")
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ loc("/some/where/k.py":11:4): error: ub overflow, requires 1908736 bits while 15
         ("compiler", 0, False, ""),
         ("front end", 1, False, "compile"),
         ("compiler", 1, False, "compile"),
-        ("compiler", -6, False, "compile"),
+        ("compiler", -6, False, "crash"),
         ("compiler", -9, False, "device"),
         ("compiler", -15, False, "device"),
         ("compiler", -9, True, "timeout"),

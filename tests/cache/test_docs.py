@@ -33,6 +33,7 @@ def test_the_marked_blocks_run(tmp_path, make):
 def test_the_lifetimes_are_those_of_the_code():
     rows = dict(re.findall(r"^\| ([a-z ,]+) \| (.+) \|$", GUIDE, re.MULTILINE))
     assert rows["out of memory"] == f"{LIFETIMES['memory'].days} day"
+    assert rows["crash"] == f"{LIFETIMES['crash'].days} day"
     assert rows["timeout"] == f"{LIFETIMES['timeout'].days} days"
     assert rows["fault of the device"] == "never stored"
     assert not LIFETIMES["device"]

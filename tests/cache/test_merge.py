@@ -33,7 +33,7 @@ measurements = st.builds(
             ("ok", ""),
             ("skipped", ""),
             ("wrong", "wrong"),
-            *(("failed", each) for each in ("compile", "overflow", "memory", "timeout")),
+            *(("failed", each) for each in ("compile", "crash", "overflow", "memory", "timeout")),
         ]
     ),
     st.sampled_from(MOMENTS),

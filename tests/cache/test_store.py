@@ -158,7 +158,7 @@ def test_a_new_revision_has_a_clean_sheet(store, make):
     assert store.lookup(make.key(), make.environment.id).revision == "r2"
 
 
-@pytest.mark.parametrize("failure", ["compile", "overflow", "memory", "timeout"])
+@pytest.mark.parametrize("failure", ["compile", "crash", "overflow", "memory", "timeout"])
 def test_failures_last_as_long_as_their_class(make, failure):
     lifetime = LIFETIMES[failure]
     store = MemoryStore()

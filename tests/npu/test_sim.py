@@ -1,8 +1,10 @@
 """The simulated device itself: what it must do so that code which passes on it has a chance on a real NPU."""
 
 import io
+import os
 import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -247,8 +249,9 @@ def test_memory_runs_out(sim):
     free, total = torch.npu.mem_get_info()
     assert free == 3 * MIB and total == torch.npu.get_device_properties().total_memory
     kept = torch.empty(2 * MIB, dtype=torch.int8, device="npu")
-    with pytest.raises(torch.OutOfMemoryError, match="NPU out of memory"):
+    with pytest.raises(RuntimeError, match=r"NPU out of memory\. Tried to allocate 2 MiB") as caught:
         torch.empty(2 * MIB, dtype=torch.int8, device="npu")
+    assert type(caught.value) is RuntimeError, "torch_npu 7 has no class for it"
     del kept
     assert torch.empty(2 * MIB, dtype=torch.int8, device="npu").numel() == 2 * MIB
 
@@ -430,6 +433,134 @@ def test_costs_may_fail_a_launch(sim):
 def test_tritons_own_benchmark_runs_on_the_set_clock(sim):
     sim.use_wall_clock(False)
     assert triton.testing.do_bench(lambda: sim.advance(4.0), warmup=5, rep=20) == pytest.approx(4.0)
+
+
+# ---- What only a real device does
+
+
+AICORE = r"(?s)compiler_depend\.ts.*error code is 507015.*The aicore execution is abnormal"
+
+
+def later_calls(x: torch.Tensor) -> dict[str, object]:
+    event = torch.npu.Event()
+    return {
+        "launch": lambda: scaled(x),
+        "operator": lambda: x + 1,
+        "copy": lambda: x.clone(),
+        "read": x.cpu,
+        "record": event.record,
+        "synchronize": torch.npu.synchronize,
+    }
+
+
+@pytest.mark.parametrize("later", ["launch", "operator", "copy", "read", "record", "synchronize"])
+def test_a_failed_launch_is_told_once_by_a_later_call_and_then_all_is_silence(sim, later):
+    x, y = torch.ones(16, device="npu"), torch.zeros(16, device="npu")
+    before, never = torch.npu.Event(), torch.npu.Event()
+    before.record()
+    torch.npu.synchronize()
+    sim.launch_fault("scale_rows", FACTOR=3)
+    scaled(x, factor=3, y=y)
+    with pytest.raises(RuntimeError, match=AICORE):
+        later_calls(x)[later]()
+    for call in later_calls(x).values():
+        call()
+    scaled(x, y=y)
+    y += 1
+    x.copy_(torch.full((16,), 5.0))
+    never.record()
+    assert (x.tolist(), y.tolist()) == ([1.0] * 16, [0.0] * 16), "a write after the failure arrived"
+    torch.npu.synchronize()
+    assert before.query() and not never.query() and not never.query()
+    sim.reset()
+    assert scaled(x).tolist() == [2.0] * 16
+
+
+def test_one_device_fails_alone(sim):
+    sim.stop_queue(1)
+    assert scaled(torch.ones(4, device="npu")).tolist() == [2.0] * 4
+
+
+def test_a_hang_holds_waits_up_and_then_stops_the_queue(sim):
+    x, event = torch.ones(16, device="npu"), torch.npu.Event()
+    sim.launch_hang("scale_rows", 0.2)
+    scaled(x)
+    event.record()
+    assert not event.query() and not event.query()
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="error code is 507014"):
+        torch.npu.synchronize()
+    assert time.monotonic() - start > 0.1
+    assert not event.query()
+
+
+def test_a_hang_holds_the_end_of_the_process_up(python):
+    code = (
+        "from npu_sim import sim; sim.install(); import time, torch, atexit\n"
+        "torch.ones(2, device='npu'); torch.ops.npu_sim.occupy(0, 1.0, 'late'); print(time.monotonic(), flush=True)"
+    )
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - float(done.stdout) >= 1.0
+
+
+def test_recycled_memory_holds_what_it_held(sim):
+    base = torch.npu.memory_reserved()
+    with sim.recycled_memory():
+        x = torch.full((300,), 7.0, device="npu")
+        del x
+        assert torch.npu.memory_reserved() >= base + 1200
+        assert torch.npu.memory_allocated() <= base
+        y = torch.empty(290, device="npu")
+        assert y.cpu().eq(7).all(), "the same block"
+        del y
+        torch.npu.empty_cache()
+        assert torch.npu.memory_reserved() == torch.npu.memory_allocated()
+        assert torch.empty(300, device="npu").isnan().all()
+
+
+def test_want_of_memory_takes_recycled_blocks_first(sim):
+    with sim.recycled_memory():
+        sim.set_properties(total_memory=torch.npu.memory_allocated() + 3 * MIB)
+        first = torch.empty(2 * MIB, dtype=torch.int8, device="npu")
+        del first
+        assert torch.npu.mem_get_info()[0] == MIB
+        assert torch.empty(3 * MIB, dtype=torch.int8, device="npu").numel() == 3 * MIB
+
+
+FORKED = """
+import os, sys
+from npu_sim import sim
+sim.install()
+import torch
+assert not torch.npu.is_initialized()
+if sys.argv[-1] == "used":
+    torch.ones(2, device="npu")
+    assert torch.npu.is_initialized()
+pid = os.fork()
+if pid == 0:
+    try:
+        print(torch.ones(2, device="npu").sum().item(), torch.npu._is_in_bad_fork(), flush=True)
+    except RuntimeError as error:
+        print(error, torch.npu._is_in_bad_fork(), flush=True)
+    os._exit(0)
+os.waitpid(pid, 0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_fork_after_the_first_use_cannot_use_the_device(python):
+    assert python(FORKED).stdout.split() == ["2.0", "False"]
+    refused = python(FORKED.replace('sys.argv[-1] == "used"', "True")).stdout
+    assert refused.startswith("Cannot re-initialize NPU in forked subprocess.") and refused.strip().endswith("True")
+
+
+def test_properties_and_versions_may_be_missing(sim):
+    sim.hide_properties("cube_core_num", "L2_cache_size")
+    found = torch.npu.get_device_properties()
+    assert not hasattr(found, "cube_core_num") and not hasattr(found, "L2_cache_size") and found.vector_core_num == 40
+    with sim.without_versions(), pytest.raises(RuntimeError, match="not found"):
+        torch.npu.utils.get_cann_version("CANN")
 
 
 # ---- Installation

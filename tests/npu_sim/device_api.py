@@ -6,7 +6,7 @@ Not simulated: graphs (only the flag that a stream is capturing), the profiler, 
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -28,6 +28,10 @@ class Properties:
 
 
 properties = Properties()
+# Names that older torch_npu does not know: its properties lack them.
+hidden: tuple[str, ...] = ()
+# Whether the questions for versions fail, as where CANN's or the driver's files are not where they are looked for.
+versions_fail = False
 
 
 def device_index(device: DeviceLike = None) -> int:
@@ -53,21 +57,22 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    return True
+    return bool(torch.ops.npu_sim.is_initialized())
 
 
 def init() -> None:
-    pass
+    torch.ops.npu_sim.lazy_init()
 
 
 _lazy_init = init
 
 
 def _is_in_bad_fork() -> bool:
-    return False
+    return bool(torch.ops.npu_sim.in_bad_fork())
 
 
 def current_device() -> int:
+    init()
     return device_index()
 
 
@@ -80,9 +85,12 @@ def device(device: DeviceLike) -> torch.accelerator.device_index:
     return torch.accelerator.device_index(device_index(device))
 
 
-def get_device_properties(device: DeviceLike = None) -> Properties:
+def get_device_properties(device: DeviceLike = None) -> Properties | types.SimpleNamespace:
+    init()
     device_index(device)
-    return properties
+    if not hidden:
+        return properties
+    return types.SimpleNamespace(**{name: value for name, value in asdict(properties).items() if name not in hidden})
 
 
 def get_device_name(device: DeviceLike = None) -> str:
@@ -159,8 +167,8 @@ def max_memory_allocated(device: DeviceLike = None) -> int:
 
 
 def memory_reserved(device: DeviceLike = None) -> int:
-    """The same as allocated: nothing is cached."""
-    return memory_allocated(device)
+    """What is allocated and what is kept to be handed out again."""
+    return memory_allocated(device) + int(torch.ops.npu_sim.cached(device_index(device)))
 
 
 def reset_peak_memory_stats(device: DeviceLike = None) -> None:
@@ -169,12 +177,13 @@ def reset_peak_memory_stats(device: DeviceLike = None) -> None:
 
 def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
     """Free and total bytes."""
+    init()
     free, total = torch.accelerator.get_memory_info(device_index(device))
     return free, total
 
 
 def empty_cache() -> None:
-    pass
+    torch.ops.npu_sim.empty_cache()
 
 
 # ---- Random numbers, autocast, versions
@@ -210,6 +219,8 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 
 def _cann_version(module: str = "CANN") -> str:
+    if versions_fail:
+        raise RuntimeError("get_cann_version: ascend_toolkit_install.info is not found")
     return {"CANN": "8.3.RC1", "DRIVER": "25.3.0"}.get(module, "")
 
 

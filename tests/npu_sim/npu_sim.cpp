@@ -7,6 +7,11 @@
 //   * Fresh memory holds 0xFF bytes: NaN in every floating type, -1 in the integers.
 //   * Operands of different devices are refused.
 //   * Events complete only when somebody waits, and time is a clock that tests may set.
+//   * A launch that fails says nothing: the queue's thread finds out, the next call that queues something raises, once,
+//     and from then on all work is dropped in silence and events never come, until `revive`, as until a restart.
+//   * Want of memory is a plain RuntimeError.
+//   * Freed memory may be handed out again with what it held (`recycle`).
+//   * A process that is forked after the first use cannot use the device.
 // Operators without a kernel here run on the CPU through ATen's boxed fallback.
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -22,6 +27,8 @@
 #include <c10/core/impl/alloc_cpu.h>
 #include <torch/library.h>
 
+#include <pthread.h>
+
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -29,6 +36,9 @@
 #include <map>
 #include <mutex>
 #include <set>
+#include <string>
+#include <thread>
+#include <vector>
 
 namespace {
 
@@ -49,6 +59,18 @@ void check_device(int64_t index) {
   TORCH_CHECK(index >= 0 && index < count, "npu_sim: no device npu:", index, ", there are ", count);
 }
 
+// ---- First use and forks ---------------------------------------------------------------------------------------
+
+std::atomic<bool> initialized{false};
+std::atomic<bool> bad_fork{false};
+
+void lazy_init() {
+  TORCH_CHECK(
+      !bad_fork, "Cannot re-initialize NPU in forked subprocess. To use NPU with multiprocessing, you must use the "
+      "'spawn' start method");
+  initialized = true;
+}
+
 // ---- Time, streams, events -------------------------------------------------------------------------------------
 
 std::atomic<bool> wall_clock{true};
@@ -60,6 +82,67 @@ std::atomic<int64_t> sync_count{0};
 double now_ms() {
   const std::chrono::duration<double, std::milli> wall = std::chrono::steady_clock::now().time_since_epoch();
   return advanced_ms + (wall_clock ? wall.count() : 0.0);
+}
+
+// ---- The queue between the host and a device -------------------------------------------------------------------
+
+using Clock = std::chrono::steady_clock;
+
+struct Queue {
+  enum State { works, failed, silent };
+  std::mutex mutex;
+  State state = works;
+  std::string error;
+  bool occupied = false;
+  Clock::time_point until;
+
+  void look() {
+    if (occupied && Clock::now() >= until) {
+      occupied = false;
+      state = failed;
+    }
+  }
+  // Whether what it is given now is done: not after a failure, and not behind a kernel that does not end.
+  bool runs() {
+    std::lock_guard lock(mutex);
+    look();
+    return state == works && !occupied;
+  }
+  // What every call does that queues something.
+  void enter() {
+    std::lock_guard lock(mutex);
+    look();
+    if (state != failed) return;
+    state = silent;
+    TORCH_CHECK(false, error);
+  }
+  void fail(const std::string& text) {
+    std::lock_guard lock(mutex);
+    if (state == works && !occupied) state = failed, error = text;
+  }
+  void occupy(double seconds, const std::string& text) {
+    std::lock_guard lock(mutex);
+    if (state != works || occupied) return;
+    occupied = true;
+    until = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+    error = text;
+  }
+  void wait() {
+    std::unique_lock lock(mutex);
+    if (!occupied) return;
+    const auto end = until;
+    lock.unlock();
+    std::this_thread::sleep_until(end);
+  }
+  void revive() {
+    std::lock_guard lock(mutex);
+    state = works;
+    occupied = false;
+  }
+};
+Queue& queue(int device) {
+  static auto* const all = new std::array<Queue, kMaxDevices>;
+  return (*all)[device];
 }
 
 // Every record and every wait draws a ticket: an event is complete when a wait that covers it came later.
@@ -75,7 +158,11 @@ struct Timeline {
   }
   void wait(int device, std::optional<c10::StreamId> stream) {
     TORCH_CHECK(!capturing, "npu_sim: operation not permitted while a stream is capturing: synchronize");
+    lazy_init();
     ++sync_count;
+    queue(device).wait();
+    queue(device).enter();
+    if (!queue(device).runs()) return;  // it says nothing and waits for nothing
     std::lock_guard lock(mutex);
     (stream ? stream_waited[{device, *stream}] : device_waited[device]) = ++ticket;
   }
@@ -112,17 +199,34 @@ struct Memory final : c10::DeviceAllocator {
   };
   std::mutex mutex;
   std::map<uintptr_t, Block> live;  // by device address
-  std::array<size_t, kMaxDevices> used{}, peak{}, total{};
+  std::array<size_t, kMaxDevices> used{}, peak{}, total{}, cached{};
+  std::map<std::pair<int, size_t>, std::vector<void*>> freed;  // host addresses by device and block size
+  std::atomic<bool> recycling{false};
+
+  static size_t block_bytes(size_t bytes) { return (bytes + 511) / 512 * 512; }
 
   c10::DataPtr allocate(size_t bytes) override {
+    lazy_init();
     const auto device = current_device;
     if (bytes == 0) return {nullptr, nullptr, &release, {kType, device}};
     std::lock_guard lock(mutex);
-    TORCH_CHECK_WITH(
-        OutOfMemoryError, bytes <= free(device), "NPU out of memory. Tried to allocate ", bytes, " bytes: npu:",
-        int(device), " has ", free(device), " of ", total[device], " bytes free");
-    void* const host = c10::alloc_cpu(bytes);
-    std::memset(host, 0xFF, bytes);
+    if (bytes > free(device)) drop_freed();
+    const auto mib = [](size_t size) { return std::to_string(size >> 20) + " MiB"; };
+    TORCH_CHECK(
+        bytes <= free(device), "NPU out of memory. Tried to allocate ", mib(bytes), " (NPU ", int(device), "; ",
+        mib(total[device]), " total capacity; ", mib(used[device]), " already allocated; ", mib(free(device)),
+        " free) If reserved memory is >> allocated memory try setting max_split_size_mb to avoid fragmentation.");
+    const auto size = block_bytes(bytes);
+    auto& again = freed[{device, size}];
+    void* host = nullptr;
+    if (again.empty()) {
+      host = c10::alloc_cpu(size);
+      std::memset(host, 0xFF, size);
+    } else {
+      host = again.back();
+      again.pop_back();
+      cached[device] -= size;
+    }
     live[reinterpret_cast<uintptr_t>(flip(host))] = {bytes, device};
     used[device] += bytes;
     peak[device] = std::max(peak[device], used[device]);
@@ -150,7 +254,10 @@ struct Memory final : c10::DeviceAllocator {
   }
 
   bool initialized() override { return true; }
-  void emptyCache(c10::MempoolId_t) override {}
+  void emptyCache(c10::MempoolId_t) override {
+    std::lock_guard lock(mutex);
+    drop_freed();
+  }
   void recordStream(const c10::DataPtr&, c10::Stream) override {}
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     std::lock_guard lock(mutex);
@@ -159,6 +266,7 @@ struct Memory final : c10::DeviceAllocator {
       (*bytes)[0].current = static_cast<int64_t>(used[device]);
       (*bytes)[0].peak = static_cast<int64_t>(peak[device]);
     }
+    stats.reserved_bytes[0].current += static_cast<int64_t>(cached[device]);
     return stats;
   }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
@@ -172,7 +280,15 @@ struct Memory final : c10::DeviceAllocator {
   }
 
  private:
-  size_t free(c10::DeviceIndex device) const { return total[device] - std::min(used[device], total[device]); }
+  size_t free(c10::DeviceIndex device) const {
+    return total[device] - std::min(used[device] + cached[device], total[device]);
+  }
+  void drop_freed() {
+    for (auto& [where, blocks] : freed)
+      for (void* host : blocks) c10::free_cpu(host);
+    freed.clear();
+    cached.fill(0);
+  }
 
   std::map<uintptr_t, Block>::const_iterator find(uintptr_t address, int64_t bytes, c10::DeviceIndex device) {
     TORCH_CHECK(address & kDeviceBit, "npu_sim: a kernel on npu:", int(device), " was given a host address");
@@ -200,9 +316,13 @@ void Memory::release(void* address) {
   auto& self = memory();
   std::lock_guard lock(self.mutex);
   const auto block = self.live.find(reinterpret_cast<uintptr_t>(address));
-  self.used[block->second.device] -= block->second.bytes;
+  const auto [bytes, device] = block->second;
+  self.used[device] -= bytes;
   self.live.erase(block);
-  c10::free_cpu(flip(address));
+  if (!self.recycling) return c10::free_cpu(flip(address));
+  const auto size = block_bytes(bytes);
+  self.freed[{device, size}].push_back(flip(address));
+  self.cached[device] += size;
 }
 
 const auto allocator_registered = [] { c10::SetAllocator(kType, &memory()); return true; }();
@@ -255,19 +375,26 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeDevice(c10::DeviceIndex device) const override { timeline().wait(device, std::nullopt); }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    lazy_init();
+    queue(stream.device_index()).enter();
     if (!*event) *event = new Event;
     *cast(*event) = {now_ms(), timeline().record(), stream.device_index(), stream.id(), false};
   }
   void block(void*, const c10::Stream&) const override {}
   // The first question after a record is answered "not yet", so that code that never waits is found out.
   bool queryEvent(void* event) const override {
-    return !event || cast(event)->update() || !(cast(event)->complete = true);
+    if (!event || cast(event)->update()) return true;
+    cast(event)->complete = queue(cast(event)->device).runs();
+    return false;
   }
   void synchronizeEvent(void* event) const override {
     TORCH_CHECK(!capturing, "npu_sim: operation not permitted while a stream is capturing: event synchronize");
     if (!event) return;
     ++sync_count;
-    cast(event)->complete = true;
+    auto& its = queue(cast(event)->device);
+    its.wait();
+    its.enter();
+    cast(event)->complete = cast(event)->complete || its.runs();
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete cast(event); }
   double elapsedTime(void* begin, void* end, const c10::DeviceIndex) const override {
@@ -363,7 +490,10 @@ Tensor host_alias(const Tensor& tensor) {
 }
 
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
-  host_alias(to).copy_(host_alias(from));
+  auto& its = queue(to.is_cpu() ? from.get_device() : to.get_device());
+  if (!in_fallback) its.enter();
+  // What is dropped leaves memory as it was.
+  if (to.is_cpu() || its.runs()) host_alias(to).copy_(host_alias(from));
   if (in_fallback) return to;
   if (to.is_cpu() && !non_blocking) host_waits();
   if (!to.is_cpu() && !from.is_cpu()) advanced_ms.fetch_add(copy_ms);
@@ -405,6 +535,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& formals = op.schema().arguments();
   const auto first = stack->size() - formals.size();
   check_one_device(op, c10::ArrayRef<c10::IValue>(*stack).slice(first));
+  if (!in_fallback) queue(current_device).enter();
   if (!in_fallback && waits_for_the_device.count(op.schema().name())) host_waits();
 
   // CPU kernels want a CPU generator: they get a copy of the device's, and its state is read back.
@@ -429,6 +560,7 @@ void translate(Tensor addresses, const Tensor& mask, int64_t bytes) {
 }
 
 void set_total_memory(int64_t bytes) {
+  memory().emptyCache({});
   std::lock_guard lock(memory().mutex);
   memory().total.fill(static_cast<size_t>(bytes));
 }
@@ -472,8 +604,29 @@ TORCH_LIBRARY(npu_sim, m) {
     device_count = static_cast<int>(devices);
     set_total_memory(total_memory);
     at::RegisterPrivateUse1HooksInterface(new Hooks);
+    pthread_atfork(nullptr, nullptr, [] { bad_fork = bad_fork || initialized; });
   });
   m.def("device_count() -> int", []() -> int64_t { return device_count; });
+  m.def("lazy_init() -> ()", &::lazy_init);
+  m.def("is_initialized() -> bool", []() -> bool { return initialized && !bad_fork; });
+  m.def("in_bad_fork() -> bool", []() -> bool { return bad_fork; });
+  m.def("recycle(bool on) -> ()", [](bool on) { memory().recycling = on; });
+  m.def("empty_cache() -> ()", []() { memory().emptyCache({}); });
+  m.def("cached(int device) -> int", [](int64_t device) -> int64_t {
+    std::lock_guard lock(memory().mutex);
+    return static_cast<int64_t>(memory().cached[device]);
+  });
+  m.def("enter(int device) -> bool", [](int64_t device) -> bool {
+    lazy_init();
+    queue(device).enter();
+    return queue(device).runs();
+  });
+  m.def("fail(int device, str error) -> ()", [](int64_t device, std::string error) { queue(device).fail(error); });
+  m.def("occupy(int device, float seconds, str error) -> ()", [](int64_t device, double seconds, std::string error) {
+    queue(device).occupy(seconds, error);
+  });
+  m.def("wait_for_the_end(int device) -> ()", [](int64_t device) { queue(device).wait(); });
+  m.def("revive(int device) -> ()", [](int64_t device) { queue(device).revive(); });
   m.def("set_total_memory(int bytes) -> ()", &::set_total_memory);
   m.def("use_wall_clock(bool on) -> ()", [](bool on) { wall_clock = on; });
   m.def("advance(float ms) -> ()", [](double ms) { advanced_ms.fetch_add(ms); });

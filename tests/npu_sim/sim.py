@@ -13,9 +13,11 @@ The simulation renames PyTorch's PrivateUse1 backend for the whole process, so i
 own. It says nothing about a real NPU's speed, numerics, buffer limits or races between streams.
 """
 
+import atexit
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import torch
@@ -31,21 +33,41 @@ __all__ = [
     "attach_triton",
     "capture",
     "copy_cost",
+    "hide_properties",
     "install",
     "installed",
     "launch_cost",
+    "launch_fault",
+    "launch_hang",
     "launches",
     "now_ms",
     "properties",
+    "recycled_memory",
     "reset",
     "set_properties",
+    "stop_queue",
     "sync_count",
     "unsupported_reason",
     "use_wall_clock",
     "without_execution",
+    "without_versions",
 ]
 
 TORCH = "2.13"
+
+# What torch_npu 2.7 says of a queue whose kernel failed, and of one whose kernel did not end.
+SOURCE = "build/CMakeFiles/torch_npu.dir/compiler_depend.ts"
+_SAID = (
+    "synchronize:{source}:484 NPU function error: AclrtSynchronizeDeviceWithTimeout, error code is {code}\n"
+    "[ERROR] 2026-01-01-12:00:00 (PID:{pid}, Device:{device}, RankID:-1) ERR00100 PTA call acl api failed\n"
+    "[Error]: {meaning}\n"
+    "        Rectify the fault based on the error information in the ascend log.\n"
+    "EZ9999: Inner Error!"
+)
+AICORE = 507015, "The aicore execution is abnormal."
+TIMEOUT = 507014, "The aicore execution times out."
+# After so long the runtime gives a kernel up.
+OP_TIMEOUT_S = 547.0
 _installed = False
 
 
@@ -86,7 +108,14 @@ def install(devices: int = 1) -> None:
     torch.ops.npu_sim.install(devices, device_api.properties.total_memory)
     torch._register_device_module("npu", device_api)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    atexit.register(_wait_at_exit)
     _installed = True
+
+
+def _wait_at_exit() -> None:
+    """The end of a process waits for its devices, as torch_npu's does."""
+    for index in range(device_api.device_count()):
+        torch.ops.npu_sim.wait_for_the_end(index)
 
 
 def attach_triton() -> None:
@@ -99,14 +128,18 @@ def attach_triton() -> None:
 
 
 def reset() -> None:
-    """Back to the state after installation: wall clock, no costs, full memory, device 0, its default stream."""
+    """Back to the state after installation, and devices work again, as after a restart of the process."""
     use_wall_clock(True)
     copy_cost(0.0)
     triton_bridge.costs.clear()
     triton_bridge.launches.clear()
+    triton_bridge.faults.clear()
+    torch.ops.npu_sim.recycle(False)
+    device_api.hidden, device_api.versions_fail = (), False
     torch.ops.npu_sim.set_capturing(False)
     set_properties()
     for index in range(device_api.device_count()):
+        torch.ops.npu_sim.revive(index)
         device_api.set_stream(device_api.default_stream(index))
         device_api.reset_peak_memory_stats(index)
     device_api.set_device(0)
@@ -141,6 +174,46 @@ def launch_cost(kernel: str, ms: Cost, **constexprs: object) -> None:
     The newest cost that matches counts; a launch that matches none takes no time on a set clock.
     """
     triton_bridge.costs.insert(0, (kernel, constexprs, ms))
+
+
+def launch_fault(kernel: str, **constexprs: object) -> None:
+    """A launch that the host sees succeed, and that stops its device's queue.
+
+    The next call that queues something or waits raises, once. From then on everything given to the device is dropped
+    in silence, memory keeps what it held and events never come, until `reset`.
+
+    Args:
+        kernel: As of `launch_cost`.
+        constexprs: As of `launch_cost`.
+    """
+    triton_bridge.faults.insert(0, (kernel, constexprs, lambda launch: stop_queue(launch.device)))
+
+
+def launch_hang(kernel: str, seconds: float = OP_TIMEOUT_S, **constexprs: object) -> None:
+    """A launch that does not end for so long; then its queue stops as `launch_fault`'s.
+
+    Args:
+        kernel: As of `launch_cost`.
+        seconds: Wall-clock time for which waits for the device last, the end of the process included.
+        constexprs: As of `launch_cost`.
+    """
+
+    def hang(launch: Launch) -> None:
+        torch.ops.npu_sim.occupy(launch.device, seconds, _text(launch.device, *TIMEOUT))
+
+    triton_bridge.faults.insert(0, (kernel, constexprs, hang))
+
+
+def stop_queue(device: int = 0, *, told: bool = False) -> None:
+    """Stops a device's queue as a failing kernel does; `told` where somebody has had the error already."""
+    torch.ops.npu_sim.fail(device, _text(device, *AICORE))
+    if told:
+        with suppress(RuntimeError):
+            torch.ops.npu_sim.enter(device)
+
+
+def _text(device: int, code: int, meaning: str) -> str:
+    return _SAID.format(source=SOURCE, code=code, meaning=meaning, pid=os.getpid(), device=device)
 
 
 def copy_cost(ms: float) -> None:
@@ -180,6 +253,31 @@ def set_properties(**changed: int | str) -> None:
     """Sets properties; those not named get their default. `total_memory` also bounds what can be allocated."""
     device_api.properties = replace(Properties(), **changed)  # type: ignore[arg-type]
     torch.ops.npu_sim.set_total_memory(device_api.properties.total_memory)
+
+
+def hide_properties(*names: str) -> None:
+    """Lets the device's properties lack some, as older torch_npu's do; none brings all back."""
+    device_api.hidden = names
+
+
+@contextmanager
+def recycled_memory() -> Iterator[None]:
+    """Freed memory is handed out again with what it held, as by an allocator that caches."""
+    torch.ops.npu_sim.recycle(True)
+    try:
+        yield
+    finally:
+        torch.ops.npu_sim.recycle(False)
+
+
+@contextmanager
+def without_versions() -> Iterator[None]:
+    """Nobody can say which CANN and which driver there are."""
+    device_api.versions_fail = True
+    try:
+        yield
+    finally:
+        device_api.versions_fail = False
 
 
 @contextmanager

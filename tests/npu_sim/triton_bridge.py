@@ -30,6 +30,8 @@ class Launch:
 Cost = float | Callable[[Launch], float]
 
 costs: list[tuple[str, Mapping[str, object], Cost]] = []
+# What befalls launches: of a kernel, with constants, and what is done with the device then.
+faults: list[tuple[str, Mapping[str, object], Callable[[Launch], None]]] = []
 launches: list[Launch] = []
 executing = True
 
@@ -106,9 +108,14 @@ def _redirect(executor: type, unit: _LoadStoreUnit) -> None:
         if device is None:
             return run(self, *args, **kwargs)
         launch = _describe(self, args, kwargs, device)
+        # The error of an earlier launch is told here, or it has been told and this launch is dropped without a word.
+        runs = torch.ops.npu_sim.enter(device)
         launches.append(launch)
         torch.ops.npu_sim.advance(_cost_ms(launch))
-        if executing:
+        fault = next((act for pattern, wanted, act in faults if _matches(launch, pattern, wanted)), None)
+        if fault is not None and runs:
+            fault(launch)
+        elif executing and runs:
             with unit.device_memory():
                 run(self, *args, **kwargs)
         return None
@@ -146,9 +153,13 @@ def _describe(executor, args, kwargs, device: int) -> Launch:
     return Launch(kernel=executor.fn.__name__, grid=tuple(grid), constexprs=constexprs, device=device)
 
 
+def _matches(launch: Launch, pattern: str, wanted: Mapping[str, object]) -> bool:
+    return fnmatchcase(launch.kernel, pattern) and wanted.items() <= launch.constexprs.items()
+
+
 def _cost_ms(launch: Launch) -> float:
     for pattern, wanted, ms in costs:
-        if fnmatchcase(launch.kernel, pattern) and wanted.items() <= launch.constexprs.items():
+        if _matches(launch, pattern, wanted):
             return ms(launch) if callable(ms) else ms
     return 0.0
 
