@@ -17,12 +17,12 @@ from torch.compiler import is_compiling
 
 from .. import layouts, reference, registry, router
 from ..errors import PackingError, UnsupportedProblemError
+from ..failures import first_line
 from ..keys import form_text
 from ..layouts import Layout, LayoutPlan
 from ..packing import chunks_of, written
 from ..prepare import Prepared
 from ..registry import Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
-from ..tuner import first_line
 from ..watched import plain
 from .activations import BetaGate, RowNorm
 from .replay import Replayed
