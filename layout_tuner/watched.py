@@ -26,7 +26,7 @@ class _Kinds(dict[type, bool]):
 
     def __missing__(self, kind: type) -> bool:
         tensor = issubclass(kind, torch.Tensor)
-        self[kind] = not tensor or kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        self[kind] = not tensor or vars(torch.Tensor)["__torch_dispatch__"] is getattr(kind, "__torch_dispatch__", None)
         return self[kind]
 
 
@@ -64,13 +64,13 @@ def apart() -> Iterator[None]:
     """Within it, torch runs as if nothing were watching."""
     state = torch._C._get_tracing_state() if _jit() else None
     if state is not None:
-        torch._C._set_tracing_state(None)  # type: ignore[arg-type]
+        torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     try:
         with _disable_current_modes():
             yield
     finally:
         if state is not None:
-            torch._C._set_tracing_state(state)
+            torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
 
 
 def faults(named: dict[str, Any]) -> list[str]:

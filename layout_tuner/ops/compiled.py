@@ -130,7 +130,7 @@ def saved_dtypes(said: str) -> dict[str, torch.dtype]:
     with watched.apart(), launcher.recording():
         chunks = None if call.cu_seqlens is None else stand_in(call.cu_seqlens, what.BT)
         inputs = call.tensors[: len(INPUTS)]
-        _, _, saved = chain.forward(Inputs._make(arranged(chain, inputs)), *call.scalars, call.cu_seqlens, chunks)
+        _, _, saved = chain.forward(Inputs._make(arranged(chain, inputs)), call.scalars[0], call.cu_seqlens, chunks)
     return {
         name: tensor.dtype
         for name, tensor in zip(Saved._fields, saved)
@@ -267,8 +267,8 @@ def gradient_dtypes(said: str, wanted: tuple[bool, ...]) -> tuple[torch.dtype | 
     with watched.apart(), launcher.recording():
         chunks = None if call.cu_seqlens is None else stand_in(call.cu_seqlens, what.BT)
         inputs = Inputs._make(arranged(chain, call.tensors[: len(INPUTS)]))
-        o, last, saved = chain.forward(inputs, *call.scalars, call.cu_seqlens, chunks)
-        found = chain.backward(saved, o, last, wanted, *call.scalars, call.cu_seqlens, chunks)
+        o, last, saved = chain.forward(inputs, call.scalars[0], call.cu_seqlens, chunks)
+        found = chain.backward(saved, o, last, wanted, call.scalars[0], call.cu_seqlens, chunks)
     return tuple(None if gradient is None else gradient.dtype for gradient in found)
 
 
