@@ -87,7 +87,7 @@ def test_a_pin_file_that_cannot_be_read_is_named_in_one_line(
     (tmp_path / "tuner.toml").write_text('[tuning]\npin = "pins.json"\n')
     done = tuner("show", "--cache", file)
     assert (done.status, done.out) == (2, "")
-    assert done.err.startswith("error: pins.json: ")
+    assert done.err.startswith(f"error: {pins}: ")
     assert len(done.err.splitlines()) == 1
 
 

@@ -37,7 +37,7 @@ class Mistake:
     times: int = 1
 
 
-T_CONTIG_BASE = "offset = tl.cast(i_b * HV + i_h, tl.int64) * T + (bos - i_b * T)"
+T_CONTIG_BASE = "offset = tl.cast(i_b * HV + i_h, tl.int64) * T + (bos - tl.cast(i_b, tl.int64) * T)"
 MISTAKES = {
     "stride-HV base on transposed storage": Mistake(
         module="time_axis", right=T_CONTIG_BASE, wrong="offset = tl.cast(bos, tl.int64) * HV + i_h"
@@ -51,7 +51,7 @@ MISTAKES = {
         module="time_axis", right=T_CONTIG_BASE, wrong=T_CONTIG_BASE.replace("i_b * HV + i_h", "i_b + i_h")
     ),
     "absolute token offset in a packed batch": Mistake(
-        right="+ i_t * BT * stride", wrong="+ (bos - i_b * T + i_t * BT) * stride", times=2
+        right="+ tl.cast(i_t, tl.int64) * BT * stride", wrong="+ (bos - i_b * T + i_t * BT) * stride", times=2
     ),
     "boundary check of the whole-chunk kernel": Mistake(
         right="b_do = tl.load(p_do + o_c[:, None] * (HV * V) + o_v[None, :], mask=m_v, other=0.0)",

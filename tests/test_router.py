@@ -328,7 +328,7 @@ def test_enabling_again_and_again_keeps_no_more_files_open(config: Config, devic
         layout_tuner.enable(config, on_miss="default", fla=False)
         dv_local(given)
         opened.append(len(os.listdir("/proc/self/fd")))
-    assert opened[-1] == opened[1]
+    assert opened[-1] <= opened[1]
     layout_tuner.disable()
 
 

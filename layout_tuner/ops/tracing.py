@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 from torch._dynamo.comptime import comptime
 
 from .. import device as devices
@@ -462,9 +463,16 @@ OPERATORS: dict[str, Any] = {}
 def trace_all() -> None:
     """Make an operator of every op but those that have one of their own, and let compilers and the router find it."""
     OPERATORS.update({name: operator_of(name) for name in registry.names() if name != "chunk_gated_delta_rule"})
-    instead = torch.compiler.substitute_in_graph
-    instead(router.call)(traced)
-    instead(packing.chunks_of)(traced_chunks)
-    instead(packing.prepare_chunk_indices)(traced_chunk_indices)
-    instead(packing.prepare_chunk_offsets)(traced_chunk_offsets)
+    for function, instead in (
+        (router.call, traced),
+        (packing.chunks_of, traced_chunks),
+        (packing.prepare_chunk_indices, traced_chunk_indices),
+        (packing.prepare_chunk_offsets, traced_chunk_offsets),
+    ):
+        torch.compiler.substitute_in_graph(function)(instead)
+        # Where a graph breaks at one of them it runs as it is, and all that it calls: `torch.compiler.disable` says the
+        # same, but its wrapper costs every call.
+        if hasattr(eval_frame, "set_code_exec_strategy"):  # not in torch before 2.7
+            skip = eval_frame._FrameAction.SKIP
+            eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
     router.elsewhere = called_elsewhere
