@@ -65,6 +65,7 @@ class Tuning(Section):
     min_gain: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.02
     budget_s: Annotated[float, Field(gt=0.0)] = 120.0
     bit_exact: bool = False
+    isolate: Literal["auto", "process", "none"] = "auto"
     pin: str = ""
 
     @field_validator("pin")

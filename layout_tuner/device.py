@@ -195,6 +195,21 @@ def cache_bytes(device: torch.device) -> int:
     return int(getattr(properties, "L2_cache_size", 0) or MOST_CACHE_BYTES.get(device.type, 64 << 20))
 
 
+def forked(device: torch.device) -> bool:
+    """Whether this process was forked from one that had used the device, which it cannot use then."""
+    if device.type == "cpu":
+        return False
+    ask = getattr(torch.get_device_module(device), "_is_in_bad_fork", None)
+    return bool(ask and ask())
+
+
+def identity(device: torch.device) -> str:
+    """What tells a device from others of its model, whatever their numbers; empty where nobody says."""
+    if device.type == "cpu":
+        return ""
+    return str(getattr(torch.get_device_module(device).get_device_properties(device), "uuid", ""))
+
+
 def multi_process() -> bool:
     """Whether this process is one of several ranks: ranks that tune apart would wait for each other for ever."""
     distributed = torch.distributed

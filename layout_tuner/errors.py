@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 REFUSED = ("num_warps", "num_stages")
 REFUSAL = "num_warps and num_stages cannot be set anywhere: no kernel here takes them, an Ascend NPU has no such thing"
@@ -60,7 +61,17 @@ class TooLittleMemoryError(TuningError):
 
 
 class DeviceLostError(TuningError):
-    """The device stopped answering this process: nothing that was found with it is kept."""
+    """The device stopped answering this process: nothing that was found with it is kept.
+
+    Attributes:
+        candidate: Id of the candidate that ran last; empty where none did.
+        failure: Class of its failure: `crash`, or `timeout` where it did not end.
+    """
+
+    def __init__(self, message: str, candidate: str = "", failure: Literal["crash", "timeout"] = "crash") -> None:
+        self.candidate = candidate
+        self.failure: Literal["crash", "timeout"] = failure
+        super().__init__(message)
 
 
 class Faults:

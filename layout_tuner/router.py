@@ -12,8 +12,10 @@ candidates run.
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import logging
+import math
 import os
 import threading
 import weakref
@@ -27,7 +29,7 @@ from layout_tuner.cache.layers import LayeredStore, Resolution, open_layers
 from layout_tuner.cache.records import MAX_REASON, DecisionRecord, MeasurementRecord
 from layout_tuner.cache.server import parse_url
 
-from . import counters, forcing, watched
+from . import counters, forcing, isolation, watched
 from . import device as devices
 from .config import Config
 from .counters import UNROUTED, Tallies, Tally, count_tuning, saved_us
@@ -39,13 +41,14 @@ from .failures import classify, first_line
 from .fitting import Fits, Run, Scalars, Signature, fitting, guard, running, signature
 from .footprint import MARGIN, MIB, tuning_bytes
 from .forcing import Forced
+from .isolation import tune_isolated
 from .keys import Key, bucketed
 from .layouts import Layout
 from .measure import EventTimer, HostTimer, Interval, Timer, scratch_bytes
 from .misses import MissLog
 from .prepare import Prepared
 from .registry import Call, Candidate, OpSpec, Outputs, Problem, Value, number_faults
-from .tuner import Measurement, Outcome, tune
+from .tuner import Measurement, Outcome, Trial, tune
 from .watchdog import FamilyLock
 
 log = logging.getLogger(__name__)
@@ -55,6 +58,7 @@ Policy = Literal["tune", "default", "error"]
 R = TypeVar("R")
 
 MOST_SIGNATURES = 4096
+BESIDE = "it is being tuned in a process of its own"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +72,7 @@ class Choice:
         record: The decision it follows, if any.
         reason: Why the default stands in for a decision; empty where there is one, or nothing to choose.
         missed: Whether there was no decision anywhere when it was made.
+        pending: Whether it only serves until the key has been tuned beside the calls.
     """
 
     candidate: Candidate
@@ -76,6 +81,7 @@ class Choice:
     record: DecisionRecord | None = None
     reason: str = ""
     missed: bool = False
+    pending: bool = False
 
 
 class Known:
@@ -160,6 +166,7 @@ class Router:
         self.prepared = Memory()
         self.variants: dict[tuple[Key, str], str | None] = {}
         self.choices: dict[tuple[Key, str], Choice] = {}
+        self._tuned: dict[tuple[Key, str], Choice] = {}  # beside the calls, and followed by none yet
         self._lock = FamilyLock()
         self._store: LayeredStore | None = None
         self.forced = dict(forced or {})
@@ -186,7 +193,11 @@ class Router:
         prepared = self.prepare(spec, key, device, choice.candidate, call)
         prepared.tally = self.tally(spec, key, device, choice)
         prepared.tally.calls += 1
-        if choice.frozen:
+        if choice.pending:
+            with self._lock:
+                if (bucketed(key, self.config.keys.bucket), environment(device).id) not in self._tuned:
+                    self.remember(signature, prepared)
+        elif choice.frozen:
             self.remember(signature, prepared)
         return prepared
 
@@ -489,7 +500,7 @@ class Router:
         where = environment(device)
         known = self.choices.get((key, where.id))
         if known is not None:
-            return known
+            return known if not known.pending else self.follow((key, where.id), known)
         with self._lock:
             known = self.choices.get((key, where.id))
             if known is not None:
@@ -565,6 +576,8 @@ class Router:
             return self.pass_over(place, default, "a graph was being captured or traced")
         if self.too_many(spec):
             return stand_in(default, "[keys] max_keys")
+        if self.isolated(device):
+            return self.tune_beside(spec, key, device, default)
         try:
             outcome = self.tune(spec, key, device)
         except TooLittleMemoryError as error:
@@ -621,10 +634,65 @@ class Router:
             return self.config.tuning.on_miss
         return "default" if device.type == "cpu" or devices.multi_process() else "tune"
 
+    # -- tuning beside the calls -------------------------------------------------------------------------------
+
+    def isolated(self, device: torch.device) -> bool:
+        """Whether candidates are tried in a process of their own, which an NPU's faults would take with them."""
+        wanted = self.config.tuning.isolate
+        return self.timer is None and (wanted == "process" or (wanted == "auto" and device.type == "npu"))
+
+    def tune_beside(self, spec: OpSpec, key: Key, device: torch.device, default: Candidate) -> Choice:
+        """Have a key tuned while calls go on with the default; they follow the outcome once there is one."""
+        place = (key, environment(device).id)
+        if devices.forked(device):
+            return stand_in(default, "a forked process cannot use the device")
+        try:
+            self.require_memory(spec, key, device)
+        except TooLittleMemoryError as error:
+            self.say(key, "too little free memory to tune (%s): running %s", error, default.id)
+            return self.pass_over(place, default, "too little free memory to tune")
+        log.info("%s: tuned in a process of its own: running %s meanwhile", key, default.id)
+        choice = self.pass_over(place, default, BESIDE)
+        isolation.beside(device, functools.partial(self.tuned_beside, spec, key, device))
+        # A checkpointed region has to find the default again, whenever it is repeated: the next process follows.
+        return choice if choice.frozen else replace(choice, frozen=True, pending=True)
+
+    def tuned_beside(self, spec: OpSpec, key: Key, device: torch.device) -> None:
+        """Tune a key, and let its calls look again."""
+        place = (key, environment(device).id)
+        choice = None
+        try:
+            _, choice = self.found(spec, key, device)
+        except (LayoutTunerError, RuntimeError) as error:
+            log.warning("%s: not tuned: %s", key, error)
+        with self._lock:
+            held = self.choices.get(place)
+            if held is None or not held.pending:
+                return
+            if choice is None:
+                choice = replace(held, pending=False, reason="it could not be tuned")
+            self._tuned[place] = choice
+            self.variants.clear()
+            self.prepared.clear()
+
+    def follow(self, place: tuple[Key, str], held: Choice) -> Choice:
+        """The outcome of a tuning beside the calls, once there is one, but not for what a backward repeats."""
+        if place not in self._tuned:
+            return held
+        if place in self._passed_over and in_backward():
+            return replace(held, frozen=False, pending=False)
+        with self._lock:
+            choice = self._tuned.pop(place, None)
+            if choice is not None:
+                self.choices[place] = choice
+            return self.choices[place]
+
     # -- tuning ------------------------------------------------------------------------------------------------
 
     def tune(self, spec: OpSpec, key: Key, device: torch.device, budget_s: float | None = None) -> Outcome:
         """Tune a key on synthetic arguments, publish the outcome at once, and freeze it for this process.
+
+        In a process of its own where `[tuning] isolate` says so, for which this one waits.
 
         Args:
             spec: The op.
@@ -637,32 +705,71 @@ class Router:
             TooLittleMemoryError: There is less free device memory than tuning the key takes.
             UnsupportedProblemError: Nothing runs the key on this device.
         """
+        outcome, choice = self.found(spec, key, device, budget_s)
+        self.choices[key, environment(device).id] = choice
+        self.variants.clear()
+        return outcome
+
+    def found(
+        self, spec: OpSpec, key: Key, device: torch.device, budget_s: float | None = None
+    ) -> tuple[Outcome, Choice]:
+        """Tune a key and publish the outcome; arguments and errors as of `tune`."""
         where = environment(device)
-        scratch = 0 if device.type == "cpu" else scratch_bytes(device)
-        require_memory(spec, key, device, oracle_limit=self.oracle_limit, scratch=scratch)
-        experiment = Experiment(spec, key, device, problem=self.problem(key, device), oracle_limit=self.oracle_limit)
-        measure, tuning = self.config.measure, self.config.tuning
-        if device.type == "cpu" and self.timer is None:  # the interpreter's times mean nothing, so few do
-            measure = measure.model_copy(update={"warmup_rounds": 1, "min_rounds": 5, "max_rounds": 5})
-        if budget_s is not None:
-            tuning = tuning.model_copy(update={"budget_s": min(budget_s, tuning.budget_s)})
+        self.require_memory(spec, key, device)
         alive = {candidate.id: candidate.revision for candidate in spec.candidates(key)}
-        trials = experiment.trials(self.known_failures(key, where.id, alive))
-        # A function of ours that is timed against another library's calls through here: no call of anybody's.
-        with torch.no_grad(), self._lock, devices.guard(device), self.tallies.paused():
-            timer = self.timer or make_timer(device, self.config)
-            outcome = tune(trials, experiment.default.id, timer, measure, tuning)
+        known = self.known_failures(key, where.id, alive)
+        budget_s = min(budget_s or math.inf, self.config.tuning.budget_s)
+        if self.isolated(device):
+            outcome = tune_isolated(spec, key, device, self.config, known, budget_s)
+        else:
+            outcome = self.measured(spec, key, device, known, budget_s)
         winner = next(candidate for candidate in spec.candidates(key) if candidate.id == outcome.winner)
         decision, facts = outcome_record(key, where, outcome, winner)
-        self.choices[key, where.id] = Choice(candidate=winner, source="measured", record=decision)
-        self.variants.clear()
         count_tuning(spec.name)
         try:
             self.store.publish(decision, facts)
         except Exception as error:  # a cache never fails an op
             log.warning("cache: %s: the decision is kept in memory only", error)
         log.info("%s: %s", key, describe(outcome))
-        return outcome
+        return outcome, Choice(candidate=winner, source="measured", record=decision)
+
+    def measured(
+        self,
+        spec: OpSpec,
+        key: Key,
+        device: torch.device,
+        known: Mapping[tuple[str, str], Measurement],
+        budget_s: float,
+        *,
+        watched: Callable[[Trial], Trial] | None = None,
+        compile_s: float | None = None,
+    ) -> Outcome:
+        """Try and time the candidates of a key in this process.
+
+        Args:
+            spec, key, device: As of `tune`.
+            known: What is known of candidates, by id and revision.
+            budget_s: Seconds.
+            watched: Wraps each candidate.
+            compile_s: As of `tuner.tune`.
+        """
+        experiment = Experiment(spec, key, device, problem=self.problem(key, device), oracle_limit=self.oracle_limit)
+        measure = self.config.measure
+        if device.type == "cpu" and self.timer is None:  # the interpreter's times mean nothing, so few do
+            measure = measure.model_copy(update={"warmup_rounds": 1, "min_rounds": 5, "max_rounds": 5})
+        tuning = self.config.tuning.model_copy(update={"budget_s": budget_s})
+        trials = experiment.trials(known)
+        if watched is not None:
+            trials = [watched(trial) for trial in trials]
+        # A function of ours that is timed against another library's calls through here: no call of anybody's.
+        with torch.no_grad(), self._lock, devices.guard(device), self.tallies.paused():
+            timer = self.timer or make_timer(device, self.config)
+            return tune(trials, experiment.default.id, timer, measure, tuning, compile_s=compile_s)
+
+    def require_memory(self, spec: OpSpec, key: Key, device: torch.device) -> None:
+        """Raise `TooLittleMemoryError` where a device has too little free memory to tune a key."""
+        scratch = 0 if device.type == "cpu" else scratch_bytes(device)
+        require_memory(spec, key, device, oracle_limit=self.oracle_limit, scratch=scratch)
 
     @property
     def oracle_limit(self) -> int:

@@ -154,6 +154,7 @@ def tune(
     measure: Measure,
     tuning: Tuning,
     clock: Callable[[], float] = time.monotonic,
+    compile_s: float | None = None,
 ) -> Outcome:
     """Check, time and choose.
 
@@ -173,11 +174,15 @@ def tune(
         timer: Takes the samples.
         measure, tuning: Settings.
         clock: Seconds, for the budget.
+        compile_s: Seconds that each candidate may take to compile and run once before the budget begins; None leaves
+            compiling to the budget.
 
     Raises:
         TuningError: Not one candidate is right, or none but the default could be chosen untimed.
         DeviceLostError: The device does not answer, or no more after a candidate, which is named.
     """
+    if compile_s is not None:
+        trials = [compiled(trial, compile_s, tuning.budget_s, timer) for trial in trials]
     start = clock()
     if not timer.settled(tuning.budget_s):
         what = "a candidate that an earlier tuning gave up still occupies the device"
@@ -205,7 +210,7 @@ def tune(
     while runs:
         baseline = default if default in runs else min(runs)
         if hung and not timer.settled(max(0.0, deadline - clock())):
-            raise DeviceLostError(f"{hung}, which was given up, still occupies the device")
+            raise DeviceLostError(f"{hung}, which was given up, still occupies the device", hung, "timeout")
         rounds = time_ready(runs, baseline, timer, measure, deadline, clock)
         if rounds.error is None:
             break
@@ -218,7 +223,8 @@ def tune(
         del runs[broken]  # without it, they are timed anew
         hung = broken if isinstance(rounds.error, TimeoutError) else hung
     if not timer.settled(ANSWER_S):
-        raise DeviceLostError("the device does not answer any more" + (f" after {hung}" if hung else ""))
+        after = f" after {hung}" if hung else ""
+        raise DeviceLostError(f"the device does not answer any more{after}", hung, "timeout")
     if not runs:
         reasons = "; ".join(f"{m.id}: {m.state}: {m.reason}" for m in found.values())
         raise TuningError(f"no candidate is right: {reasons}")
@@ -281,6 +287,32 @@ def time_ready(
     )
 
 
+def compiled(trial: Trial, seconds: float, running_s: float, timer: Timer) -> Trial:
+    """A candidate that has compiled and run once; one that failed to is known to.
+
+    Args:
+        trial: The candidate.
+        seconds: How long compiling may take.
+        running_s: How long the device may then take.
+        timer: Knows whether the device is done.
+
+    Raises:
+        DeviceLostError: The device does nothing more for this process.
+    """
+    if trial.known is not None:
+        return trial
+    try:
+        run_within(seconds, lambda: trial.prepare().end_to_end())
+    except Exception as error:
+        if fatal(error):
+            raise lost_to(trial.id, error) from error
+        failed = failure_of(Measurement(id=trial.id, revision=trial.revision, state="failed"), error)
+        trial = replace(trial, known=failed)
+    if not timer.settled(running_s):
+        raise DeviceLostError(f"{trial.id} does not end", trial.id, "timeout")
+    return trial
+
+
 def examine(trial: Trial, seconds: float, *, exact_only: bool = False) -> tuple[Measurement, Runs | None]:
     """Compile a candidate and compare its results with the oracle, before it is ever timed.
 
@@ -316,7 +348,8 @@ def examine(trial: Trial, seconds: float, *, exact_only: bool = False) -> tuple[
 
 def lost_to(candidate: str, error: Exception) -> DeviceLostError:
     """What ends a tuning whose candidate brought the device down."""
-    return DeviceLostError(f"the device stopped answering at {candidate} ({type(error).__name__}: {first_line(error)})")
+    said = f"{type(error).__name__}: {first_line(error)}"
+    return DeviceLostError(f"the device stopped answering at {candidate} ({said})", candidate)
 
 
 def failure_of(described: Measurement, error: Exception) -> Measurement:

@@ -25,10 +25,12 @@ ROWS = (
     ("counters", "footprint"),
     ("prepare", "tuner"),
     ("checking", "decisions", "fitting"),
-    ("experiment", "misses"),
+    ("experiment", "isolation", "misses"),
+    ("ahead",),
     ("router",),
     ("ops",),
     ("api", "explanation", "warming", "ascend"),
+    ("child",),
     ("integrations",),
     ("cli",),
 )

@@ -69,7 +69,7 @@ class Counted(Router):
     def tune(self, spec, key, device):
         self.tuned.append(key)
         if self.raises is not None:
-            raise self.raises
+            raise copy.copy(self.raises)
         return Outcome(winner=spec.candidates(key)[-1].id, default="", measurements=())
 
 
@@ -613,7 +613,7 @@ class Broken:
     def __getitem__(self, grid: object):
         def launch(*_: object, **__: object) -> None:
             self.launches += 1
-            raise self.error
+            raise copy.copy(self.error)  # an error that is kept would keep what raised it
 
         return launch
 

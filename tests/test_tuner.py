@@ -345,6 +345,39 @@ def test_a_device_that_an_earlier_tuning_left_busy_is_no_fault_of_the_next_defau
     gate.set()
 
 
+def test_compiling_ahead_is_outside_the_budget_and_a_failure_there_is_known() -> None:
+    prepared: list[str] = []
+    now = [0.0]
+
+    def slow(name: str) -> Trial:
+        def prepare() -> Runs:
+            prepared.append(name)
+            now[0] += 500.0 if prepared.count(name) == 1 else 0.0
+            return Runs(end_to_end=Named(name), kernel=None, relayout=None, check=lambda: RIGHT)
+
+        return Trial(id=name, revision="r1", prepare=prepare)
+
+    outcome = decide(
+        [slow("a"), slow("b"), raising("c", PTXASError("no such instruction"))],
+        set_times({"a": 10.0, "b": 8.0}),
+        tuning=Tuning(budget_s=100.0),
+        clock=lambda: now[0],
+        compile_s=1000.0,
+    )
+    assert outcome.winner == "b"
+    assert [(m.state, m.failure) for m in outcome.measurements] == [("ok", ""), ("ok", ""), ("failed", "compile")]
+    assert prepared == ["a", "b", "a", "b"]
+
+
+@pytest.mark.parametrize("where", ["prepare", "run"])
+def test_a_device_that_is_lost_while_compiling_ahead_names_the_candidate(where: str) -> None:
+    timer = Lost({}, 1)  # after the first
+    trials = [trial("a"), raising("b", LOST) if where == "prepare" else trial("b")]
+    with pytest.raises(DeviceLostError) as caught:
+        decide(trials, timer, compile_s=10.0)
+    assert (caught.value.candidate, caught.value.failure) == ("b", "crash" if where == "prepare" else "timeout")
+
+
 def test_compiling_leaves_a_fifth_of_the_budget_for_timing() -> None:
     now = itertools.count(0.0, 30.0)
     outcome = decide(

@@ -281,7 +281,7 @@ class Takeover:
                 return Verdict(True), True
             choice = found
         if choice.candidate.variant == OURS:
-            return Verdict(True), choice.frozen
+            return Verdict(True), choice.frozen and not choice.pending
         return Verdict(False, "its own implementation was measured to be faster", faster=True), choice.frozen
 
     def rivalry(self) -> Rivalry | None:

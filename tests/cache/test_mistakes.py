@@ -361,7 +361,11 @@ def test_a_full_disk_behind_stdout_is_said_in_one_line(good, command):
 def test_an_op_that_does_not_exist_is_a_typo(tuner, tmp_path, good, command):
     before = everything(tmp_path)
     done = tuner(*command, "--op", "nope", "--cache", good)
-    assert (done.status, done.out) == (2, "")
+    assert done.status == 2
+    if "--json" in command:
+        assert json.loads(done.out)["error"]["status"] == 2
+    else:
+        assert done.out == ""
     assert "no op 'nope' (there are chunk_bwd_dqkwg, chunk_bwd_dv_local, " in done.err
     assert everything(tmp_path) == before
 

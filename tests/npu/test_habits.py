@@ -72,7 +72,7 @@ def config(tmp_path: Path) -> Config:
 def settings(folder: Path, **tuning: object) -> Config:
     return Config(
         cache={"path": str(folder / "cache.sqlite")},
-        tuning={"budget_s": 30.0} | tuning,
+        tuning={"budget_s": 30.0, "isolate": "none"} | tuning,
         measure={"warmup_rounds": 1, "min_rounds": 10, "max_rounds": 10},
     )
 

@@ -22,7 +22,7 @@ from layout_tuner.measure import EventTimer
 from layout_tuner.router import Router
 
 B, T, H, HV, K, V, BT = 1, 21, 1, 2, 16, 16, 16
-CONFIG = Config(measure=Measure(warmup_rounds=1, min_rounds=10, max_rounds=10))
+CONFIG = Config(tuning={"isolate": "none"}, measure=Measure(warmup_rounds=1, min_rounds=10, max_rounds=10))
 SPEC = registry.lookup("chunk_bwd_dv_local")
 UB_OVERFLOW = 'loc("k.py":11:4): error: ub overflow, requires 1835008 bits while 1572864 bits available!'
 CANDIDATES = ("full/g=STRIDE_HV", "full/g=T_CONTIG", "sub/g=STRIDE_HV", "sub/g=T_CONTIG")
