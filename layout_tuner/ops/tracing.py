@@ -123,9 +123,15 @@ def ticket(op: str, options: tuple[Value, ...], scalars: tuple[bool, ...], tunab
     """
     spec = registry.lookup(op)
     noted = _noted.facts + [None] * (len(spec.operands) + 2 - len(_noted.facts))
-    found = sorted({fact[3] for fact in noted if fact is not None})
-    if len(found) > 1:
-        raise ValueError(f"{op}: wanted all tensors on one device, got {', '.join(found)}")
+    names = [*[operand.name for operand in spec.operands], "cu_seqlens", "chunk_indices"]
+    first = next(fact[3] for fact in noted if fact is not None)
+    elsewhere = [
+        f"{name}: wanted device {first}, got {fact[3]}"
+        for name, fact in zip(names, noted)
+        if fact is not None and fact[3] != first
+    ]
+    if elsewhere:
+        raise ValueError(f"{op}: " + "; ".join(elsewhere))
     said = {"op": op, "tensors": noted, "options": options, "scalars": scalars}
     call = call_of(spec, said)
     with watched.apart():
