@@ -114,12 +114,12 @@ def test_the_key_holds_what_changes_the_work() -> None:
     base = SPEC.key(call())
     assert base == dv_local.key()
     g = torch.zeros(1, 20, 2)
-    assert SPEC.key(call(g=relayout(g, registry.Layout.T_CONTIG))).form == "BT=16,g=float32@T_CONTIG"
-    assert SPEC.key(call(g=torch.zeros(1, 20, 4)[..., ::2])).form == "BT=16,g=float32@OTHER"
-    assert SPEC.key(call(g=g.half())).form == "BT=16,g=float16@STRIDE_HV"
-    assert SPEC.key(call(g=None)).form == "BT=16"
-    assert SPEC.key(call(g=None, g_gamma=torch.zeros(2))).form == "BT=16,g_gamma=1"
-    assert SPEC.key(call(g=None, g_gamma=torch.zeros(2).half())).form == "BT=16,g_gamma=float16"
+    assert SPEC.key(call(g=relayout(g, registry.Layout.T_CONTIG))).form.text == "BT=16,g=float32@T_CONTIG"
+    assert SPEC.key(call(g=torch.zeros(1, 20, 4)[..., ::2])).form.text == "BT=16,g=float32@OTHER"
+    assert SPEC.key(call(g=g.half())).form.text == "BT=16,g=float16@STRIDE_HV"
+    assert SPEC.key(call(g=None)).form.text == "BT=16"
+    assert SPEC.key(call(g=None, g_gamma=torch.zeros(2))).form.text == "BT=16,g_gamma=1"
+    assert SPEC.key(call(g=None, g_gamma=torch.zeros(2).half())).form.text == "BT=16,g_gamma=float16"
     assert SPEC.key(call(cu_seqlens=torch.tensor([0, 20]))) == replace(base, varlen=True)
 
 

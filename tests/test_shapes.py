@@ -54,7 +54,7 @@ def test_no_op_means_every_op_and_forms_may_be_texts() -> None:
     row = {name: value for name, value in GOOD.items() if name != "op"}
     assert {spec.name for spec, _ in keys(parse_shapes([row]), "pow2")[0]} >= {dv_local.SPEC.name, "chunk_fwd_o"}
     (found,) = keys(parse_shapes([GOOD | {"forms": ["g=float32@OTHER,BT=16"]}]), "pow2")[0]
-    assert found[1].form == "BT=16,g=float32@OTHER"
+    assert found[1].form.text == "BT=16,g=float32@OTHER"
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

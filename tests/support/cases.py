@@ -12,7 +12,7 @@ import torch
 
 from layout_tuner import inputs
 from layout_tuner.experiment import Experiment
-from layout_tuner.keys import Key, parse_form
+from layout_tuner.keys import Form, Key
 from layout_tuner.prepare import Prepared
 from layout_tuner.registry import DTYPES, OpSpec, Outputs
 
@@ -22,9 +22,10 @@ CU_SEQLENS = (3, 3, 20, 20, 72, 75)  # first token 3, two empty sequences
 T_PACKED = 80
 
 
-def key_for(spec: OpSpec, form: str, dtype: str = "float32", varlen: bool = False, **sizes: int) -> Key:
+def key_for(spec: OpSpec, form: Form | str, dtype: str = "float32", varlen: bool = False, **sizes: int) -> Key:
     """A key of the matrix, with the sizes that the op has."""
     wanted = SIZES | ({"B": 1, "T": T_PACKED} if varlen else {}) | sizes
+    form = form if isinstance(form, Form) else Form.parse(form)
     return spec.key_for(wanted, dtype=dtype, form=form, varlen=varlen)
 
 
@@ -55,14 +56,9 @@ def faults(experiment: Experiment) -> list[str]:
     return found
 
 
-def standard_forms(spec: OpSpec) -> set[str]:
-    """The canonical texts of an op's standard forms."""
-    return {str(parse_form(form)) for form in spec.forms.values()}
-
-
-def matrix(spec: OpSpec) -> list[tuple[str, str, bool]]:
+def matrix(spec: OpSpec) -> list[tuple[Form, str, bool]]:
     """Form, dtype and packing: every form in fp32, the standard forms in every dtype."""
-    standard = standard_forms(spec)
+    standard = set(spec.standard_forms.values())
     packings = (False, True) if "T" in spec.sizes else (False,)
     return [
         (form, dtype, varlen)
