@@ -9,21 +9,19 @@ from layout_tuner import __version__
 from layout_tuner.cache.records import DecisionRecord, EnvironmentRecord, KeyRecord, MeasurementRecord
 
 from .environment import Environment
-from .keys import Form, Key
+from .keys import Key
 from .registry import Candidate
 from .tuner import Measurement, Outcome
-
-FIELDS = [field for field in dataclasses.fields(Key) if field.name != "form"]
 
 
 def key_record(key: Key) -> KeyRecord:
     """A key as the cache stores it."""
-    return KeyRecord(**{field.name: getattr(key, field.name) for field in FIELDS}, form=key.form.text)
+    return KeyRecord(**key.plain())
 
 
 def key_of(record: KeyRecord) -> Key:
     """A stored key."""
-    return Key(**{field.name: getattr(record, field.name) for field in FIELDS}, form=Form.parse(record.form))
+    return Key.of({field.name: getattr(record, field.name) for field in dataclasses.fields(Key)})
 
 
 def outcome_record(

@@ -9,7 +9,8 @@ the process: in the cache, in a shapes file, on the command line, and in an op's
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from .errors import ConfigError
 from .layouts import Layout
@@ -127,6 +128,19 @@ class Key:
         """The sizes as people write them: `B=2 T=2048 H=4 HV=8 K=64 V=64`."""
         named = ((name, getattr(self, name)) for name in ("B", "T", "H", "HV", "K", "V"))
         return " ".join(f"{name}={size}" for name, size in named if size)
+
+    def plain(self) -> dict[str, Any]:
+        """The key in plain values, its form as text: for a cache, for JSON."""
+        return {field.name: getattr(self, field.name) for field in fields(self)} | {"form": self.form.text}
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> Key:
+        """The key of what `plain` gave.
+
+        Raises:
+            ConfigError: A form that cannot be read.
+        """
+        return cls(**{**plain, "form": Form.parse(plain["form"])})
 
     def __str__(self) -> str:
         return f"{self.op} {self.sizes} {'packed' if self.varlen else 'dense'} {self.dtype} [{self.form}]"

@@ -369,7 +369,7 @@ class OpSpec:
 
     def candidates(self, key: Key) -> tuple[Candidate, ...]:
         """Every candidate of a key, in a fixed order; made once."""
-        return candidates_of(self, key)
+        return candidates_of(self, key, self.revision)
 
     def default(self, key: Key, chip: Chip) -> Candidate:
         """What runs where nothing was measured: T_CONTIG on an NPU (the published fix), STRIDE_HV elsewhere."""
@@ -652,10 +652,10 @@ def check_packing(call: Call, sizes: Mapping[str, int], main: torch.Tensor) -> l
 
 
 @functools.lru_cache(maxsize=4096)
-def candidates_of(spec: OpSpec, key: Key) -> tuple[Candidate, ...]:
-    """Every candidate of an op for a key."""
+def candidates_of(spec: OpSpec, key: Key, revision: str) -> tuple[Candidate, ...]:
+    """Every candidate of an op for a key, with the revision of the op's sources."""
     return tuple(
-        Candidate(variant=variant, plan=plan, revision=spec.revision)
+        Candidate(variant=variant, plan=plan, revision=revision)
         for variant in spec.variants
         for plan in spec.plans(key)
     )

@@ -15,7 +15,7 @@ import functools
 import json
 import operator
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ def ticket(
     key, device = spec.key(call), given[0][3]
     devices.require_running(op, key.dtype, device)
     choice = router.current().choose(spec, key, device, tracing=True)
-    said = {"key": asdict(key), "candidate": choice.candidate.id, "device": str(device)}
+    said = {"key": key.plain(), "candidate": choice.candidate.id, "device": str(device)}
     return json.dumps(said, sort_keys=True)
 
 
@@ -127,7 +127,7 @@ def bound(said: str) -> Bound:
         said: The ticket.
     """
     read = json.loads(said)
-    key, device = Key(**read["key"]), torch.device(read["device"])
+    key, device = Key.of(read["key"]), torch.device(read["device"])
     spec, chip, active = registry.lookup(key.op), devices.chip(device), router.current()
 
     def variant_of(stage: OpSpec, stage_key: Key) -> str | None:
