@@ -181,9 +181,9 @@ def make(operand: Operand, drawing: Drawing, shape: tuple[int, ...], form: Form,
     if layout is Layout.T_CONTIG:
         return relayout(tensor, layout)
     if layout is Layout.OTHER:  # every second head of a wider tensor: neither layout, as a slice of a projection
-        wide = torch.empty((*shape[:2], 2 * shape[2]), dtype=dtype, device=drawing.device)
-        wide[..., ::2] = tensor
-        return wide[..., ::2]
+        wide = torch.empty((*shape[:2], 2 * shape[2], *shape[3:]), dtype=dtype, device=drawing.device)
+        wide[:, :, ::2] = tensor
+        return wide[:, :, ::2]
     return tensor
 
 

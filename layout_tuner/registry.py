@@ -30,6 +30,8 @@ Outputs = tuple["torch.Tensor | None", ...]
 Launch = Callable[..., Outputs]
 
 SIZES = ("B", "T", "H", "HV", "K", "V")
+# What shapes are written in: sizes of a key, tokens of a chunk, chunks, sequences.
+SYMBOLS = (*SIZES, "BT", "NT", "N")
 DTYPES = ("float32", "bfloat16", "float16")
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "f32": "float32", "f16": "float16"}
 CHUNK_SIZES = (16, 32, 64)
@@ -44,7 +46,7 @@ class Operand:
         name: Argument name.
         dims: Its shape in the symbols `B T H HV K V BT NT N`, or a number.
         optional: Whether the caller may leave it out.
-        time_axis: Whether it is a `[B, T, HV]` tensor whose layout is a choice.
+        time_axis: Whether it is a `[B, T, HV]` or `[B, T, HV, C]` tensor whose layout is a choice.
         fill: How synthetic values are drawn, a name in `inputs.FILLS`.
         dtypes: Accepted dtypes; empty means those of the main tensor.
         must_match: Whether its dtype has to be the main tensor's.
@@ -75,7 +77,7 @@ class Output:
     Attributes:
         name: As in the formula.
         dims: Its shape, as an operand's; empty for `d` and the name of an operand, whose gradient and shape it is.
-        time_axis: Whether it is a `[B, T, HV]` tensor whose layout is a choice.
+        time_axis: Whether it is a `[B, T, HV]` or `[B, T, HV, C]` tensor whose layout is a choice.
         needs: The optional operand without which it is None.
     """
 
@@ -467,12 +469,37 @@ def register(spec: OpSpec) -> OpSpec:
     """Make an op known; a name is taken once.
 
     Raises:
-        ValueError: An op of that name is registered already.
+        ValueError: An op of that name is registered already, or its declaration cannot be used; one message says all of
+            that.
     """
     if spec.name in _OPS:
         raise ValueError(f"an op {spec.name!r} is registered already")
+    faults = declaration_faults(spec)
+    if faults:
+        raise ValueError(f"{spec.name}: " + "; ".join(faults))
     _OPS[spec.name] = spec
     return spec
+
+
+def declaration_faults(spec: OpSpec) -> list[str]:
+    """What of a declaration nothing could make a key, arguments or addresses of."""
+    shapes = {operand.name: operand.dims for operand in spec.operands}
+    faults = []
+    for tensor in (*spec.operands, *spec.outputs):
+        dims = tensor.dims or shapes.get(tensor.name.removeprefix("d"), "")
+        symbols = dims.split()
+        unknown = [symbol for symbol in symbols if symbol not in SYMBOLS and not symbol.isdigit()]
+        if not symbols:
+            faults.append(f"{tensor.name}: wanted dims, or to be named d and an operand")
+        if unknown:
+            faults.append(f"{tensor.name}: dims {dims!r}: no such size {', '.join(unknown)} (of {' '.join(SYMBOLS)})")
+        if tensor.time_axis and (symbols[:3] != ["B", "T", "HV"] or len(symbols) > 4):
+            faults.append(f"{tensor.name}: a time axis is 'B T HV' and at most one size of channels, got {dims!r}")
+    named = [name for group in spec.layout_groups for name in group]
+    time_axes = [tensor.name for tensor in (*spec.operands, *spec.outputs) if tensor.time_axis]
+    faults += [f"{name}: in layout_groups, but no time-axis tensor" for name in named if name not in time_axes]
+    faults += [f"{name}: a time-axis tensor in no layout group" for name in time_axes if name not in named]
+    return faults
 
 
 def lookup(name: str) -> OpSpec:
