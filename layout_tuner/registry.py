@@ -484,8 +484,9 @@ def register(spec: OpSpec) -> OpSpec:
 def declaration_faults(spec: OpSpec) -> list[str]:
     """What of a declaration nothing could make a key, arguments or addresses of."""
     shapes = {operand.name: operand.dims for operand in spec.operands}
+    tensors: list[Operand | Output] = [*spec.operands, *spec.outputs]
     faults = []
-    for tensor in (*spec.operands, *spec.outputs):
+    for tensor in tensors:
         dims = tensor.dims or shapes.get(tensor.name.removeprefix("d"), "")
         symbols = dims.split()
         unknown = [symbol for symbol in symbols if symbol not in SYMBOLS and not symbol.isdigit()]
@@ -496,7 +497,7 @@ def declaration_faults(spec: OpSpec) -> list[str]:
         if tensor.time_axis and (symbols[:3] != ["B", "T", "HV"] or len(symbols) > 4):
             faults.append(f"{tensor.name}: a time axis is 'B T HV' and at most one size of channels, got {dims!r}")
     named = [name for group in spec.layout_groups for name in group]
-    time_axes = [tensor.name for tensor in (*spec.operands, *spec.outputs) if tensor.time_axis]
+    time_axes = [tensor.name for tensor in tensors if tensor.time_axis]
     faults += [f"{name}: in layout_groups, but no time-axis tensor" for name in named if name not in time_axes]
     faults += [f"{name}: a time-axis tensor in no layout group" for name in time_axes if name not in named]
     return faults
