@@ -28,7 +28,7 @@ import layout_tuner.ops
 from layout_tuner import device as devices
 from layout_tuner import layouts, registry
 from layout_tuner.experiment import Experiment
-from layout_tuner.keys import Key
+from layout_tuner.keys import Form, Key
 from layout_tuner.layouts import Layout
 from layout_tuner.measure import EventTimer, time_rounds
 from layout_tuner.prepare import Prepared
@@ -110,7 +110,7 @@ def total_bytes(tensors: tuple[torch.Tensor | None, ...]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 
 
-def key_for(spec: OpSpec, shape: tuple[int, ...], form: str) -> Key:
+def key_for(spec: OpSpec, shape: tuple[int, ...], form: Form) -> Key:
     """The dense bf16 key of a shape."""
     return spec.key_for(dict(zip(registry.SIZES, shape)), dtype="bfloat16", form=form)
 
@@ -140,7 +140,7 @@ def bench_op(spec: OpSpec, shape: tuple[int, ...], timer: EventTimer, rates: Rat
     """A row for every candidate of an op's first standard form, and one for the public kernel."""
     device = timer.device
     B, T, _, HV, K, V = shape
-    experiment = Experiment(spec, key_for(spec, shape, next(iter(spec.forms.values()))), device)
+    experiment = Experiment(spec, key_for(spec, shape, spec.every_form[0]), device)
     call = experiment.call
     rows: list[dict[str, object]] = []
     chunks = B * -(-T // CHUNK) * HV

@@ -112,8 +112,7 @@ class Checker:
         if self.part.whole:
             return self.call
         v_first = any(
-            option.name == "state_v_first" and value is True
-            for option, value in zip(self.spec.options, self.call.options)
+            option.turns_states and value is True for option, value in zip(self.spec.options, self.call.options)
         )
         tensors = [
             None if tensor is None else self.part.of(tensor, operand.shape_symbols(v_first), self.key.varlen)

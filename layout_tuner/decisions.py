@@ -16,12 +16,12 @@ from .tuner import Measurement, Outcome
 
 def key_record(key: Key) -> KeyRecord:
     """A key as the cache stores it."""
-    return KeyRecord(**dataclasses.asdict(key))
+    return KeyRecord(**key.plain())
 
 
 def key_of(record: KeyRecord) -> Key:
     """A stored key."""
-    return Key(**{field.name: getattr(record, field.name) for field in dataclasses.fields(Key)})
+    return Key.of({field.name: getattr(record, field.name) for field in dataclasses.fields(Key)})
 
 
 def outcome_record(

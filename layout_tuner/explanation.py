@@ -22,7 +22,7 @@ from .config import Config, disabled
 from .decisions import key_of, key_record
 from .environment import environment
 from .errors import ConfigError, Faults
-from .keys import Key, parse_form
+from .keys import Key
 from .registry import SIZES, OpSpec
 from .router import Router
 from .shapes import keys, parse_shapes
@@ -205,7 +205,7 @@ def fields_of(key: Key) -> dict[str, str]:
     """What makes a key, by name; entries of its form apart."""
     named = {name: str(getattr(key, name)) for name in SIZES}
     named |= {"varlen": str(key.varlen), "dtype": key.dtype}
-    return named | {f"form {name}": value for name, value in parse_form(key.form).entries.items()}
+    return named | {f"form {name}": value for name, value in key.form.entries.items()}
 
 
 def differences(asked: Key, stored: Key) -> dict[str, tuple[str, str]]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from .inputs import given
-from .keys import Key, parse_form
+from .keys import Key
 from .numerics import PIECE
 from .registry import OpSpec, Output
 
@@ -31,8 +31,7 @@ CHAIN = 2
 
 def sizes_of(key: Key) -> dict[str, int]:
     """A size for every symbol; packed batches have at most one chunk more for each sequence."""
-    form = parse_form(key.form)
-    BT = form.integer("BT", 64)
+    BT = key.form.integer("BT", 64)
     sequences = max(1, key.T // 256) + 1 if key.varlen else key.B
     chunks = -(-key.T // BT) + (sequences if key.varlen else 0)
     named = {name: getattr(key, name) for name in ("B", "T", "H", "HV", "K", "V")}
@@ -47,7 +46,7 @@ def elements(symbols: Sequence[str], sizes: dict[str, int]) -> int:
 @functools.lru_cache(maxsize=4096)
 def counts(spec: OpSpec, key: Key) -> tuple[int, int]:
     """Elements of all arguments and of all results of a key."""
-    form, sizes = parse_form(key.form), sizes_of(key)
+    form, sizes = key.form, sizes_of(key)
     arguments = sum(elements(operand.dims.split(), sizes) for operand in spec.operands if given(operand, form))
     results = sum(elements(spec.shape_of(output), sizes) for output in returned(spec, key))
     return arguments, results
@@ -55,14 +54,15 @@ def counts(spec: OpSpec, key: Key) -> tuple[int, int]:
 
 def returned(spec: OpSpec, key: Key) -> list[Output]:
     """The results that a key has; of those that depend on more than an operand, all."""
-    form = parse_form(key.form)
+    form = key.form
     gradients = {f"d{operand.name}": operand for operand in spec.operands}
-    differentiates = any(option.name == "grad" for option in spec.options)
+    asked = spec.gradient_option
+    no_gradients = asked is not None and not form.flag(asked.label)
     found = []
     for output in spec.outputs:
         of = gradients.get(output.name)
         absent = of is not None and not given(of, form)
-        if (output.needs and output.needs not in form) or absent or (of and differentiates and not form.flag("grad")):
+        if (output.needs and output.needs not in form) or absent or (of and no_gradients):
             continue
         found.append(output)
     return found

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from .keys import Form, Key, parse_form
+from .keys import Form, Key
 from .layouts import Layout, relayout
 from .registry import Call, Operand, OpSpec, Value
 
@@ -42,15 +42,13 @@ def chunk_starts(cu_seqlens: torch.Tensor | None, T: int, BT: int) -> list[tuple
 class Drawing:
     """One set of synthetic arguments being drawn."""
 
-    def __init__(
-        self, key: Key, form: Form, device: torch.device, seed: int, cu_seqlens: torch.Tensor | None = None
-    ) -> None:
+    def __init__(self, key: Key, device: torch.device, seed: int, cu_seqlens: torch.Tensor | None = None) -> None:
         digest = hashlib.sha256(f"{key} {seed}".encode()).digest()
         number = int.from_bytes(digest[:7], "big")
         self.device = device
         # There is no generator for `meta`, where nothing is drawn.
         self.generator = torch.Generator("cpu" if device.type == "meta" else device).manual_seed(number)
-        self.BT = form.integer("BT", 64)
+        self.BT = key.form.integer("BT", 64)
         self.T = key.T
         if key.varlen and cu_seqlens is None:
             cu_seqlens = sequence_starts(key.T, torch.Generator("cpu").manual_seed(number))
@@ -147,8 +145,8 @@ def synthesize(
         seed: Another seed gives other values and other sequence lengths.
         cu_seqlens: Sequence starts of a packed key, on the CPU; None draws them.
     """
-    form = parse_form(key.form)
-    drawing = Drawing(key, form, torch.device(device), seed, cu_seqlens)
+    form = key.form
+    drawing = Drawing(key, torch.device(device), seed, cu_seqlens)
     sizes = {name: getattr(key, name) for name in ("B", "T", "H", "HV", "K", "V")}
     sizes |= {"BT": drawing.BT, "NT": len(drawing.chunks)}
     sizes["N"] = len(drawing.cu_seqlens) - 1 if drawing.cu_seqlens is not None else key.B
@@ -157,7 +155,7 @@ def synthesize(
         if not given(operand, form):
             tensors.append(None)
             continue
-        dims = operand.shape_symbols(form.flag("state_v_first"))
+        dims = operand.shape_symbols(spec.v_first(form))
         shape = tuple(int(symbol) if symbol.isdigit() else sizes[symbol] for symbol in dims)
         tensors.append(make(operand, drawing, shape, form, key))
     return Call(
@@ -183,9 +181,9 @@ def make(operand: Operand, drawing: Drawing, shape: tuple[int, ...], form: Form,
     if layout is Layout.T_CONTIG:
         return relayout(tensor, layout)
     if layout is Layout.OTHER:  # every second head of a wider tensor: neither layout, as a slice of a projection
-        wide = torch.empty((*shape[:2], 2 * shape[2]), dtype=dtype, device=drawing.device)
-        wide[..., ::2] = tensor
-        return wide[..., ::2]
+        wide = torch.empty((*shape[:2], 2 * shape[2], *shape[3:]), dtype=dtype, device=drawing.device)
+        wide[:, :, ::2] = tensor
+        return wide[:, :, ::2]
     return tensor
 
 

@@ -1,10 +1,11 @@
 """The two layouts of a time-axis tensor, a plan of them, and the copy from one to the other.
 
-A time-axis tensor has the logical shape `[B, T, HV]` whatever its layout; the layout is its strides:
+A time-axis tensor has the logical shape `[B, T, HV]`, or `[B, T, HV, C]` where each token of a head has C channels,
+whatever its layout; the layout is its strides, channels innermost (C = 1 where there are none):
 
-    STRIDE_HV  (T * HV, HV, 1)   as models produce it: one head's tokens are HV elements apart
-    T_CONTIG   (HV * T, 1, T)    one head's tokens are neighbours
-    OTHER      anything else     copied before a kernel reads it
+    STRIDE_HV  (T * HV * C, HV * C, C, 1)   as models produce it: one head's tokens are HV * C elements apart
+    T_CONTIG   (HV * T * C, C, T * C, 1)    one head's tokens are neighbours
+    OTHER      anything else                copied before a kernel reads it
 
 A dimension of size 1 has no stride that matters, so with HV == 1 or T == 1 both layouts are the same memory;
 `arrival` then answers STRIDE_HV.
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Layout(enum.Enum):
-    """Where the elements of a `[B, T, HV]` tensor lie."""
+    """Where the elements of a `[B, T, HV]` or `[B, T, HV, C]` tensor lie."""
 
     STRIDE_HV = "STRIDE_HV"
     T_CONTIG = "T_CONTIG"
@@ -59,17 +60,18 @@ class LayoutPlan:
 
 
 def arrival(tensor: torch.Tensor) -> Layout:
-    """The layout in which a `[B, T, HV]` tensor lies.
+    """The layout in which a `[B, T, HV]` or `[B, T, HV, C]` tensor lies.
 
     Args:
-        tensor: Any tensor of three dimensions, whatever its device, dtype and strides.
+        tensor: Any tensor of three or four dimensions, whatever its device, dtype and strides.
     """
-    B, T, HV = tensor.shape
-    stride_b, stride_t, stride_h = tensor.stride()
-    whole_rows = B == 1 or stride_b == T * HV
-    if whole_rows and (T == 1 or stride_t == HV) and (HV == 1 or stride_h == 1):
+    B, T, HV, *channels = tensor.shape
+    stride_b, stride_t, stride_h, *stride_c = tensor.stride()
+    C = channels[0] if channels else 1
+    whole_rows = (B == 1 or stride_b == T * HV * C) and (C == 1 or stride_c[0] == 1)
+    if whole_rows and (T == 1 or stride_t == HV * C) and (HV == 1 or stride_h == C):
         return Layout.STRIDE_HV
-    if whole_rows and (T == 1 or stride_t == 1) and (HV == 1 or stride_h == T):
+    if whole_rows and (T == 1 or stride_t == C) and (HV == 1 or stride_h == T * C):
         return Layout.T_CONTIG
     return Layout.OTHER
 
@@ -81,7 +83,7 @@ def as_read(found: Layout) -> Layout:
 
 def must_move(tensor: torch.Tensor, wanted: Layout) -> bool:
     """Whether a time-axis tensor has to be copied to lie in the wanted layout."""
-    _, T, HV = tensor.shape
+    _, T, HV, *_ = tensor.shape
     found = arrival(tensor)
     if found is Layout.STRIDE_HV and (HV == 1 or T == 1):
         return False  # both layouts at once
@@ -94,7 +96,7 @@ def in_layout(tensor: torch.Tensor, wanted: Layout) -> torch.Tensor:
 
 
 def relayout(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The same `[B, T, HV]` values in `layout`; the tensor itself where it lies so already.
+    """The same values in `layout`; the tensor itself where it lies so already.
 
     Raises:
         ValueError: `layout` is OTHER, which names no order of elements.
@@ -106,11 +108,11 @@ def relayout(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
     return tensor.contiguous()
 
 
-def empty(shape: tuple[int, int, int], layout: Layout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An uninitialised time-axis tensor of logical shape `[B, T, HV]` in `layout`."""
+def empty(shape: tuple[int, ...], layout: Layout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An uninitialised time-axis tensor of logical shape `[B, T, HV]` or `[B, T, HV, C]` in `layout`."""
     import torch
 
-    B, T, HV = shape
     if layout is Layout.T_CONTIG:
-        return torch.empty((B, HV, T), dtype=dtype, device=device).transpose(1, 2)
-    return torch.empty((B, T, HV), dtype=dtype, device=device)
+        B, T, HV, *channels = shape
+        return torch.empty((B, HV, T, *channels), dtype=dtype, device=device).transpose(1, 2)
+    return torch.empty(shape, dtype=dtype, device=device)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .errors import REFUSAL, REFUSED, ConfigError, UnsupportedProblemError
-from .keys import Form, Key, form_text, parse_form
+from .keys import Form, Key
 from .layouts import Layout, LayoutPlan, arrival
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ Outputs = tuple["torch.Tensor | None", ...]
 Launch = Callable[..., Outputs]
 
 SIZES = ("B", "T", "H", "HV", "K", "V")
+# What shapes are written in: sizes of a key, tokens of a chunk, chunks, sequences.
+SYMBOLS = (*SIZES, "BT", "NT", "N")
 DTYPES = ("float32", "bfloat16", "float16")
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "f32": "float32", "f16": "float16"}
 CHUNK_SIZES = (16, 32, 64)
@@ -44,11 +46,11 @@ class Operand:
         name: Argument name.
         dims: Its shape in the symbols `B T H HV K V BT NT N`, or a number.
         optional: Whether the caller may leave it out.
-        time_axis: Whether it is a `[B, T, HV]` tensor whose layout is a choice.
+        time_axis: Whether it is a `[B, T, HV]` or `[B, T, HV, C]` tensor whose layout is a choice.
         fill: How synthetic values are drawn, a name in `inputs.FILLS`.
         dtypes: Accepted dtypes; empty means those of the main tensor.
         must_match: Whether its dtype has to be the main tensor's.
-        dims_v_first: Its shape where the option `state_v_first` is set, if another.
+        dims_v_first: Its shape where an option that `turns_states` is set, if another.
         given_with: Options that, all set, bring it, though no caller passes it: the gradient of an output, which
             autograd hands over later. Forms do not name it.
     """
@@ -63,9 +65,9 @@ class Operand:
     dims_v_first: str = ""
     given_with: tuple[str, ...] = ()
 
-    def shape_symbols(self, state_v_first: bool) -> list[str]:
-        """The symbols of its shape."""
-        return (self.dims_v_first or self.dims if state_v_first else self.dims).split()
+    def shape_symbols(self, v_first: bool) -> list[str]:
+        """The symbols of its shape; `v_first`: whether an option that `turns_states` is set."""
+        return (self.dims_v_first or self.dims if v_first else self.dims).split()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,7 @@ class Output:
     Attributes:
         name: As in the formula.
         dims: Its shape, as an operand's; empty for `d` and the name of an operand, whose gradient and shape it is.
-        time_axis: Whether it is a `[B, T, HV]` tensor whose layout is a choice.
+        time_axis: Whether it is a `[B, T, HV]` or `[B, T, HV, C]` tensor whose layout is a choice.
         needs: The optional operand without which it is None.
     """
 
@@ -93,11 +95,20 @@ class Option:
         name: Argument name.
         default: Its default; flags at their default are left out of a form.
         entry: The name under which a form shows it.
+        size: The symbol of shapes that it gives a size to.
+        turns_states: Whether, set, operands have the shapes of their `dims_v_first`.
+        differentiates: Whether it is no argument of the public function and says instead that gradients are wanted:
+            without it, the outputs that are gradients of operands are absent.
+        names_dtype: Whether its text is the name of a dtype, where the public function takes torch's own.
     """
 
     name: str
     default: Value
     entry: str = ""
+    size: str = ""
+    turns_states: bool = False
+    differentiates: bool = False
+    names_dtype: bool = False
 
     @property
     def label(self) -> str:
@@ -152,17 +163,17 @@ class Problem:
     Attributes:
         key: The key, T as the call has it or as its bucket rounds it.
         chip: The device the kernels run on.
-        form: The key's form, parsed.
         variant_of: The variant that is stored as best for a key of another op; an op made of others asks it.
     """
 
     key: Key
     chip: Chip
     variant_of: Callable[[OpSpec, Key], str | None] = lambda spec, key: None
-    form: Form = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "form", parse_form(self.key.form))
+    @property
+    def form(self) -> Form:
+        """What the key says beside sizes and dtype."""
+        return self.key.form
 
     @property
     def BT(self) -> int:
@@ -243,9 +254,24 @@ class OpSpec:
         return tuple(itertools.chain.from_iterable(self.layout_groups))
 
     @functools.cached_property
-    def every_form(self) -> tuple[str, ...]:
-        """Every form that tests and the Ascend gate cover, canonical: the standard ones first."""
-        return tuple(dict.fromkeys(str(parse_form(form)) for form in (*self.forms.values(), *self.more_forms)))
+    def standard_forms(self) -> Mapping[str, Form]:
+        """The standard forms by name."""
+        return {name: Form.parse(text) for name, text in self.forms.items()}
+
+    @functools.cached_property
+    def every_form(self) -> tuple[Form, ...]:
+        """Every form that tests and the Ascend gate cover: the standard ones first."""
+        more = [Form.parse(text) for text in self.more_forms]
+        return tuple(dict.fromkeys([*self.standard_forms.values(), *more]))
+
+    @functools.cached_property
+    def gradient_option(self) -> Option | None:
+        """The option that says that gradients are wanted, where the op has one."""
+        return next((option for option in self.options if option.differentiates), None)
+
+    def v_first(self, form: Form) -> bool:
+        """Whether states of a form have V ahead of K."""
+        return any(option.turns_states and form.flag(option.label) for option in self.options)
 
     @functools.cached_property
     def revision(self) -> str:
@@ -303,7 +329,7 @@ class OpSpec:
             **{name: sizes.get(name, 0) for name in SIZES},
             varlen=call.cu_seqlens is not None,
             dtype=main,
-            form=form_text(entries),
+            form=Form(entries),
         )
         self.require(key)
         return key
@@ -322,7 +348,7 @@ class OpSpec:
         Nothing is a choice with one head or one token, nor for a group whose operand arrives T_CONTIG: it is used
         as it is.
         """
-        form = parse_form(key.form)
+        form = key.form
         present = {operand.name for operand in self.operands if operand.time_axis and operand.name in form}
         present |= {out.name for out in self.outputs if out.time_axis and (not out.needs or out.needs in form)}
         groups = [tuple(name for name in group if name in present) for group in self.layout_groups]
@@ -342,12 +368,8 @@ class OpSpec:
         )
 
     def candidates(self, key: Key) -> tuple[Candidate, ...]:
-        """Every candidate of a key, in a fixed order."""
-        return tuple(
-            Candidate(variant=variant, plan=plan, revision=self.revision)
-            for variant in self.variants
-            for plan in self.plans(key)
-        )
+        """Every candidate of a key, in a fixed order; made once."""
+        return candidates_of(self, key, self.revision)
 
     def default(self, key: Key, chip: Chip) -> Candidate:
         """What runs where nothing was measured: T_CONTIG on an NPU (the published fix), STRIDE_HV elsewhere."""
@@ -360,17 +382,17 @@ class OpSpec:
         """Whether the key is never tuned: one head or one token, where every layout is the same memory."""
         return key.HV == 1 or key.T == 1
 
-    def key_for(self, sizes: Mapping[str, int], *, dtype: str, form: str, varlen: bool = False) -> Key:
+    def key_for(self, sizes: Mapping[str, int], *, dtype: str, form: Form, varlen: bool = False) -> Key:
         """The key that a call of these sizes and this form has.
 
         Args:
             sizes: By symbol; those the op does not have are left out.
             dtype: Of the model's tensors. An op whose first tensor is a gate has the gate's dtype, as the form says.
-            form: Its text; a dtype that goes without saying is dropped, as in a call's own key.
+            form: The form; a dtype that goes without saying is dropped, as in a call's own key.
             varlen: Whether the batch is packed.
         """
-        entries = dict(parse_form(form).entries)
-        dtype = parse_form(form).dtype(self.operands[0].name) or dtype
+        entries = dict(form.entries)
+        dtype = form.dtype(self.operands[0].name) or dtype
         for operand in self.operands:
             if operand.optional and not operand.time_axis and entries.get(operand.name) == dtype:
                 entries[operand.name] = "1"
@@ -381,19 +403,19 @@ class OpSpec:
             **{name: sizes[name] if name in self.sizes else 0 for name in SIZES},
             varlen=varlen,
             dtype=dtype,
-            form=form_text(entries),
+            form=Form(entries),
         )
 
-    def form_named(self, name: str) -> str:
-        """The form text of a standard form's name, or the text itself where it is a form already.
+    def form_named(self, name: str) -> Form:
+        """The standard form of that name, or the form that the text describes.
 
         Raises:
             ConfigError: Neither.
         """
         if name in self.forms:
-            return str(parse_form(self.forms[name]))
+            return self.standard_forms[name]
         if "=" in name:
-            form = parse_form(name)
+            form = Form.parse(name)
             faults = self.form_faults(form)
             if faults:
                 raise ConfigError(f"form {name!r}: " + "; ".join(faults))
@@ -401,7 +423,7 @@ class OpSpec:
             flags = {each.label: str(int(each.default)) for each in self.options if isinstance(each.default, bool)}
             entries = {each.label: str(each.default) for each in self.options if each.label not in flags}
             entries |= form.entries
-            return form_text({entry: value for entry, value in entries.items() if flags.get(entry) != value})
+            return Form({entry: value for entry, value in entries.items() if flags.get(entry) != value})
         raise ConfigError(f"{self.name} has no form {name!r} (it has {', '.join(self.forms)})")
 
     def form_faults(self, form: Form) -> list[str]:
@@ -445,12 +467,38 @@ def register(spec: OpSpec) -> OpSpec:
     """Make an op known; a name is taken once.
 
     Raises:
-        ValueError: An op of that name is registered already.
+        ValueError: An op of that name is registered already, or its declaration cannot be used; one message says all of
+            that.
     """
     if spec.name in _OPS:
         raise ValueError(f"an op {spec.name!r} is registered already")
+    faults = declaration_faults(spec)
+    if faults:
+        raise ValueError(f"{spec.name}: " + "; ".join(faults))
     _OPS[spec.name] = spec
     return spec
+
+
+def declaration_faults(spec: OpSpec) -> list[str]:
+    """What of a declaration nothing could make a key, arguments or addresses of."""
+    shapes = {operand.name: operand.dims for operand in spec.operands}
+    tensors: list[Operand | Output] = [*spec.operands, *spec.outputs]
+    faults = []
+    for tensor in tensors:
+        dims = tensor.dims or shapes.get(tensor.name.removeprefix("d"), "")
+        symbols = dims.split()
+        unknown = [symbol for symbol in symbols if symbol not in SYMBOLS and not symbol.isdigit()]
+        if not symbols:
+            faults.append(f"{tensor.name}: wanted dims, or to be named d and an operand")
+        if unknown:
+            faults.append(f"{tensor.name}: dims {dims!r}: no such size {', '.join(unknown)} (of {' '.join(SYMBOLS)})")
+        if tensor.time_axis and (symbols[:3] != ["B", "T", "HV"] or len(symbols) > 4):
+            faults.append(f"{tensor.name}: a time axis is 'B T HV' and at most one size of channels, got {dims!r}")
+    named = [name for group in spec.layout_groups for name in group]
+    time_axes = [tensor.name for tensor in tensors if tensor.time_axis]
+    faults += [f"{name}: in layout_groups, but no time-axis tensor" for name in named if name not in time_axes]
+    faults += [f"{name}: a time-axis tensor in no layout group" for name in time_axes if name not in named]
+    return faults
 
 
 def lookup(name: str) -> OpSpec:
@@ -506,10 +554,10 @@ def check_call(spec: OpSpec, call: Call) -> dict[str, int]:
     origin: dict[str, str] = {}
     v_first = False
     for option, value in zip(spec.options, call.options):
-        if option.label == "BT" and isinstance(value, int):
-            sizes["BT"] = value
-            origin["BT"] = option.name
-        v_first |= option.name == "state_v_first" and value is True
+        if option.size and isinstance(value, int):
+            sizes[option.size] = value
+            origin[option.size] = option.name
+        v_first |= option.turns_states and value is True
     main, others = call.tensors[0], [*call.tensors[1:], call.cu_seqlens, call.chunk_indices]
     wrong_types = type_faults(spec, call)
     if main is None or any(tensor is not None and not isinstance(tensor, torch.Tensor) for tensor in (main, *others)):
@@ -629,9 +677,19 @@ def check_packing(call: Call, sizes: Mapping[str, int], main: torch.Tensor) -> l
     return faults
 
 
+@functools.lru_cache(maxsize=4096)
+def candidates_of(spec: OpSpec, key: Key, revision: str) -> tuple[Candidate, ...]:
+    """Every candidate of an op for a key, with the revision of the op's sources."""
+    return tuple(
+        Candidate(variant=variant, plan=plan, revision=revision)
+        for variant in spec.variants
+        for plan in spec.plans(key)
+    )
+
+
 def common_reasons(spec: OpSpec, key: Key) -> list[str]:
     """Why no kernel serves a key, for the reasons that all ops share."""
-    form = parse_form(key.form)
+    form = key.form
     reasons = [
         f"{name}={getattr(key, name)}, but the kernels take at most {WIDEST}"
         for name in ("K", "V")

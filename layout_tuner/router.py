@@ -473,7 +473,7 @@ class Router:
 
     def asked_variant(self, spec: OpSpec, key: Key, device: torch.device) -> str | None:
         """What the cache says of `stored_variant`."""
-        as_made = replace(key, form=key.form.replace(Layout.T_CONTIG.value, Layout.STRIDE_HV.value))
+        as_made = replace(key, form=key.form.arriving(Layout.STRIDE_HV))
         for asked in dict.fromkeys((key, as_made)):
             found = self.stored_decision(spec, asked, device)
             if found is not None:

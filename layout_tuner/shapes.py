@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, Validatio
 from . import registry
 from .errors import REFUSAL, REFUSED, ConfigError, UnsupportedProblemError
 from .files import read_file
-from .keys import Key, bucketed
+from .keys import Form, Key, bucketed
 from .registry import DTYPES, SHORT_DTYPES, OpSpec
 
 Size = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)]
@@ -207,7 +207,7 @@ def forms_of(spec: OpSpec, shape: Shape) -> Sequence[str]:
     return [form for form in shape.forms if not form_complaint(spec, form)]
 
 
-def key_of(spec: OpSpec, shape: Shape, T: int, form: str) -> Key:
+def key_of(spec: OpSpec, shape: Shape, T: int, form: Form) -> Key:
     """The exact key of one entry."""
     sizes = {"B": shape.B, "T": T, "H": shape.H, "HV": shape.HV or shape.H, "K": shape.K, "V": shape.V or shape.K}
     return spec.key_for(sizes, dtype=shape.dtype, form=form, varlen=shape.varlen or shape.cu_seqlens is not None)

@@ -5,13 +5,12 @@ import math
 import accesses
 import pytest
 import torch
-from cases import standard_forms
 from layout_tuner.kernels import probe
 
 from layout_tuner import device as devices
 from layout_tuner import launcher, ops, registry
 from layout_tuner.inputs import given
-from layout_tuner.keys import Key, parse_form
+from layout_tuner.keys import Key
 from layout_tuner.launcher import LaunchRecord
 from layout_tuner.layouts import Layout, relayout
 from layout_tuner.prepare import Prepared
@@ -49,7 +48,7 @@ def test_offsets_beyond_32_bits(i_b: int, bos: int, i_h: int, T: int, t_contig: 
 
 def without_memory(spec: OpSpec, key: Key) -> Call:
     """Arguments of a key, of which there are shapes and strides alone."""
-    form = parse_form(key.form)
+    form = key.form
     BT = form.integer("BT", 64)
     sizes = {name: getattr(key, name) for name in registry.SIZES}
     sizes |= {"BT": BT, "NT": -(-key.T // BT), "N": key.B}
@@ -58,7 +57,7 @@ def without_memory(spec: OpSpec, key: Key) -> Call:
         if not given(operand, form):
             tensors.append(None)
             continue
-        dims = operand.shape_symbols(form.flag("state_v_first"))
+        dims = operand.shape_symbols(spec.v_first(form))
         dtype = getattr(torch, form.dtype(operand.name) or key.dtype)
         tensor = torch.empty([sizes[symbol] for symbol in dims], dtype=dtype, device="meta")
         arrives = form.arrival(operand.name) if operand.time_axis else None
@@ -82,7 +81,9 @@ def test_every_kernel_reaches_the_ends_of_tensors_of_4_billion_elements(
     spec: OpSpec, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first and the last task touch the first and the last element of all that they read and write."""
-    key = spec.key_for(sizes, dtype="float32", form=max(standard_forms(spec), key=len), varlen=False)
+    key = spec.key_for(
+        sizes, dtype="float32", form=max(spec.standard_forms.values(), key=lambda form: len(form.text)), varlen=False
+    )
     far = 0
     seen: set[str] = set()
     for candidate in spec.candidates(key):

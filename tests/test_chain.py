@@ -609,6 +609,6 @@ def test_the_chain_runs_each_stage_in_its_stored_variant(device: torch.device) -
 
     problem = Problem(key=experiment.key, chip=experiment.problem.chip, variant_of=variant_of)
     chain = spec.bind(problem, spec.candidates(experiment.key)[0])
-    assert asked["chunk_bwd_dv_local"].form == "BT=64,g=float32@STRIDE_HV"
+    assert asked["chunk_bwd_dv_local"].form.text == "BT=64,g=float32@STRIDE_HV"
     results = chain(*experiment.call.tensors, None, None, None)
     assert experiment.compare(results).right

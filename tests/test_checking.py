@@ -13,7 +13,7 @@ from layout_tuner.checking import Checker, Part, part_of, spread
 from layout_tuner.config import Measure, Tuning
 from layout_tuner.experiment import Experiment
 from layout_tuner.inputs import synthesize
-from layout_tuner.keys import Key, parse_form
+from layout_tuner.keys import Form, Key
 from layout_tuner.prepare import Prepared
 from layout_tuner.tuner import Outcome, tune
 
@@ -22,13 +22,13 @@ WIDE = key(B=3, H=3, HV=6)
 OPS = registry.names()
 
 
-def small_forms(spec: registry.OpSpec) -> list[str]:
+def small_forms(spec: registry.OpSpec) -> list[Form]:
     """Its forms with chunks of 16, so that there are several."""
-    forms = (form.replace("BT=64", "BT=16").replace("BT=32", "BT=16") for form in spec.every_form)
+    forms = (form.changed(BT="16") if "BT" in form else form for form in spec.every_form)
     return list(dict.fromkeys(forms))[:4]
 
 
-def key_of(spec: registry.OpSpec, form: str, varlen: bool) -> Key:
+def key_of(spec: registry.OpSpec, form: Form, varlen: bool) -> Key:
     sizes = SIZES | {"B": 1} if varlen else SIZES
     return spec.key_for(sizes, dtype="float32", form=form, varlen=varlen)
 
@@ -43,7 +43,7 @@ def test_a_part_of_the_arguments_gives_that_part_of_the_results(op: str, varlen:
         whole, part = Checker(spec, at, call, 1 << 40), Checker(spec, at, call, 1)
         assert whole.part.whole
         assert not part.part.whole
-        v_first = parse_form(form).flag("state_v_first")
+        v_first = form.flag("state_v_first")
         for output, all_of_it, some in zip(spec.outputs, whole.wanted, part.wanted, strict=True):
             assert (all_of_it is None) == (some is None)
             if all_of_it is None or some is None:

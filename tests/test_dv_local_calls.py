@@ -230,7 +230,7 @@ except errors.UnsupportedProblemError as error:
 )
 def test_two_thousand_tokens(device: torch.device, variant: str, varlen: bool) -> None:
     sizes = {"B": 1 if varlen else 2, "T": 2048, "H": 4, "HV": 8, "K": 64, "V": 64}
-    key = SPEC.key_for(sizes, dtype="bfloat16", form=SPEC.forms["training"], varlen=varlen)
+    key = SPEC.key_for(sizes, dtype="bfloat16", form=SPEC.standard_forms["training"], varlen=varlen)
     one_variant = replace(SPEC, variants=(variant,))
     assert not faults(experiment_for(one_variant, key, device, (0, 1, 700, 2048)))
 

@@ -113,9 +113,9 @@ def kernel_call(
 ) -> tuple[registry.OpSpec, keys.Key, dict[str, object]]:
     """Small arguments of a kernel op by name, as the library's function takes them."""
     spec = registry.lookup(op)
-    form = form or spec.form_named("training").replace("BT=64", "BT=16")
+    wanted = keys.Form.parse(form) if form else spec.standard_forms["training"].changed(BT="16")
     sizes = SIZES | dict(B=1, T=40) if varlen else SIZES
-    key = spec.key_for(sizes, dtype="float32", form=form, varlen=varlen)
+    key = spec.key_for(sizes, dtype="float32", form=wanted, varlen=varlen)
     call = inputs.synthesize(spec, key, device)
     named = spec.arguments(call)
     if "output_dtype" in named:
@@ -596,7 +596,7 @@ def test_a_rivalry_runs_forward_and_backward_through_the_public_functions(device
         "A_log=1,BT=16,beta=float32@STRIDE_HV,dt_bias=1,g=float32@STRIDE_HV,grad=1,initial_state=1,"
         "output_final_state=1,state_v_first=1,use_beta_sigmoid_in_kernel=1,use_gate_in_kernel=1,use_qk_l2norm_in_kernel=1"
     )
-    key = rival.key_for(SIZES, dtype="float32", form=form)
+    key = rival.key_for(SIZES, dtype="float32", form=keys.Form.parse(form))
     experiment = Experiment(rival, key, device)
     for candidate in rival.candidates(key):
         check = experiment.prepare(candidate).check()

@@ -82,7 +82,7 @@ def test_a_pinned_decision_ranks_above(
 def test_layouts_left_out_are_the_defaults_and_absent_operands_say_nothing(device: torch.device) -> None:
     forced = forcing.parse("chunk_bwd_dqkwg=full/g=T_CONTIG")
     training = DQKWG.key_for(
-        {"B": 1, "T": 20, "H": 1, "HV": 2, "K": 16, "V": 16}, dtype="float32", form=DQKWG.forms["training"]
+        {"B": 1, "T": 20, "H": 1, "HV": 2, "K": 16, "V": 16}, dtype="float32", form=DQKWG.standard_forms["training"]
     )
     cuda = devices.Chip(kind="cuda", name="", cube_programs=1, vector_programs=1)
     npu = devices.Chip(kind="npu", name="", cube_programs=1, vector_programs=1)
@@ -152,7 +152,7 @@ def test_explain_says_what_is_forced(
     monkeypatch.setenv("LAYOUT_TUNER_FORCE", f"{SPEC.name}={LAST}")
 
     def explained(settings: Config, **sizes: int) -> tuple[str, str, str]:
-        (found,) = layout_tuner.explain(SPEC.name, asked | sizes, form=key().form, config=settings, device=device)
+        (found,) = layout_tuner.explain(SPEC.name, asked | sizes, form=key().form.text, config=settings, device=device)
         return found.candidate, found.source, found.reason
 
     assert explained(config) == (LAST, "forced", "LAYOUT_TUNER_FORCE forces it, whatever was measured")

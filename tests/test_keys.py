@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layout_tuner.errors import ConfigError
-from layout_tuner.keys import bucket, bucketed, form_text, parse_form
+from layout_tuner.keys import Form, bucket, bucketed
 from layout_tuner.layouts import Layout
 
 WORDS = st.text("abcXYZ_019", min_size=1, max_size=6)
@@ -17,18 +17,20 @@ ENTRIES = st.dictionaries(WORDS, st.one_of(WORDS, st.sampled_from(["float32@T_CO
 
 @given(ENTRIES)
 def test_form_text_round_trips(entries: dict[str, str]) -> None:
-    text = form_text(entries)
-    assert parse_form(text).entries == entries
-    assert str(parse_form(text)) == text
+    form = Form(entries)
+    assert form.entries == entries
+    assert Form.parse(form.text) == form
+    assert hash(Form.parse(form.text)) == hash(form)
+    assert str(form) == form.text
 
 
 def test_form_text_does_not_depend_on_order() -> None:
     text = "BT=64,beta=float32@T_CONTIG,g=float32@STRIDE_HV"
-    assert str(parse_form("g=float32@STRIDE_HV,BT=64,beta=float32@T_CONTIG")) == text
+    assert str(Form.parse("g=float32@STRIDE_HV,BT=64,beta=float32@T_CONTIG")) == text
 
 
 def test_form_answers_for_its_entries() -> None:
-    form = parse_form("BT=64,g=float32@T_CONTIG,h0=bfloat16,state_v_first=1")
+    form = Form.parse("BT=64,g=float32@T_CONTIG,h0=bfloat16,state_v_first=1")
     assert "g" in form
     assert "beta" not in form
     assert (form.dtype("g"), form.dtype("h0"), form.dtype("beta")) == ("float32", "bfloat16", None)
@@ -38,9 +40,16 @@ def test_form_answers_for_its_entries() -> None:
     assert not form.flag("g")
 
 
+def test_a_form_changes_into_another() -> None:
+    form = Form.parse("BT=64,beta=bfloat16@OTHER,g=float32@T_CONTIG,h0=1")
+    assert form.changed(BT="16", reverse="1").text == "BT=16,beta=bfloat16@OTHER,g=float32@T_CONTIG,h0=1,reverse=1"
+    assert form.arriving(Layout.STRIDE_HV).text == "BT=64,beta=bfloat16@STRIDE_HV,g=float32@STRIDE_HV,h0=1"
+    assert form.text == "BT=64,beta=bfloat16@OTHER,g=float32@T_CONTIG,h0=1"
+
+
 def test_every_mistake_of_a_form_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_form("BT=64,g,=x,BT=32,beta=float32@SIDEWAYS")
+        Form.parse("BT=64,g,=x,BT=32,beta=float32@SIDEWAYS")
     for part in ("'g' is not name=value", "'=x' is not name=value", "'BT' stands twice", "SIDEWAYS", "T_CONTIG"):
         assert part in str(caught.value)
 

@@ -109,3 +109,49 @@ def test_plan_names_its_operands_and_takes_stride_hv_for_others() -> None:
     assert not plan.t_contig("beta")
     assert plan["dg"] is Layout.STRIDE_HV
     assert {plan: 1}[LayoutPlan((("g", Layout.T_CONTIG), ("beta", Layout.STRIDE_HV)))] == 1
+
+
+C = 4
+
+
+@pytest.fixture
+def gates() -> torch.Tensor:
+    """One gate for each channel."""
+    return torch.arange(B * T * HV * C, dtype=torch.float32).reshape(B, T, HV, C)
+
+
+@pytest.mark.parametrize("layout", [Layout.STRIDE_HV, Layout.T_CONTIG])
+def test_channels_stay_innermost(gates: torch.Tensor, layout: Layout) -> None:
+    made = layouts.empty((B, T, HV, C), layout, torch.float32, torch.device("cpu"))
+    assert arrival(made) is layout
+    for tensor in (gates, t_contig(gates), gates.repeat(1, 1, 2, 1)[:, :, :HV]):
+        moved = relayout(tensor, layout)
+        assert arrival(moved) is layout
+        assert moved.stride() == made.stride()
+        assert torch.equal(moved, gates)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        pytest.param(lambda: torch.zeros(B, T, HV, 2 * C)[..., :C], id="slice of channels"),
+        pytest.param(lambda: torch.zeros(B, T, HV, 2 * C)[..., ::2], id="every second channel"),
+        pytest.param(lambda: torch.zeros(B, T, C, HV).transpose(2, 3), id="channels before heads"),
+        pytest.param(lambda: torch.zeros(B, HV, C, T).permute(0, 3, 1, 2), id="time innermost"),
+        pytest.param(lambda: torch.zeros(B, T, HV, 1).expand(B, T, HV, C), id="one gate for all channels"),
+    ],
+)
+def test_channels_that_do_not_lie_together_are_other(odd) -> None:
+    assert arrival(odd()) is Layout.OTHER
+    assert must_move(odd(), Layout.STRIDE_HV)
+
+
+def test_one_channel_is_none() -> None:
+    one = torch.zeros(B, HV, T, 1).transpose(1, 2)
+    assert arrival(one) is arrival(one[..., 0]) is Layout.T_CONTIG
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 1, C), (2, 1, 5, C)])
+def test_channels_of_one_head_or_one_token_lie_in_both_layouts(shape: tuple[int, ...]) -> None:
+    assert not must_move(torch.zeros(shape), Layout.T_CONTIG)
+    assert not must_move(t_contig(torch.zeros(shape)), Layout.STRIDE_HV)

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import MORE_HEADS, SIZES, experiment_for, faults, gate_dtypes, key_for, matrix, standard_forms
+from cases import MORE_HEADS, SIZES, experiment_for, faults, gate_dtypes, key_for, matrix
 
 import layout_tuner.ops  # noqa: F401  registers every op
 from layout_tuner import registry
 from layout_tuner.experiment import Experiment
+from layout_tuner.keys import Form
 from layout_tuner.registry import OpSpec
 
 SPECS = [registry.lookup(name) for name in registry.names()]
@@ -18,7 +19,7 @@ CASES = [
     for case in matrix(spec)
 ]
 STANDARD = [
-    pytest.param(spec, form, id=f"{spec.name}-{form}") for spec in SPECS for form in sorted(standard_forms(spec))
+    pytest.param(spec, form, id=f"{spec.name}-{form}") for spec in SPECS for form in spec.standard_forms.values()
 ]
 GATE_DTYPES = [
     pytest.param(spec, form, varlen, id=f"{spec.name}-{form}-{'packed' if varlen else 'dense'}")
@@ -29,9 +30,9 @@ GATE_DTYPES = [
 
 @pytest.mark.parametrize(("spec", "form", "dtype", "varlen"), CASES)
 def test_every_candidate_is_right_and_layouts_agree_bit_for_bit(
-    spec: OpSpec, form: str, dtype: str, varlen: bool, device: torch.device
+    spec: OpSpec, form: Form, dtype: str, varlen: bool, device: torch.device
 ) -> None:
-    heads = MORE_HEADS if dtype == "float32" and form in standard_forms(spec) else {}
+    heads = MORE_HEADS if dtype == "float32" and form in spec.standard_forms.values() else {}
     key = key_for(spec, form, dtype, varlen, **heads)
     assert not faults(experiment_for(spec, key, device))
 
@@ -59,12 +60,12 @@ def test_layouts_agree_in_every_combination_of_dtypes(
         pytest.param({"B": 1, "T": 20, "H": 1, "HV": 2, "K": 64, "V": 72}, id="one-step-more-of-V"),
     ],
 )
-def test_sizes_at_the_edges(spec: OpSpec, form: str, sizes: dict[str, int], device: torch.device) -> None:
+def test_sizes_at_the_edges(spec: OpSpec, form: Form, sizes: dict[str, int], device: torch.device) -> None:
     assert not faults(experiment_for(spec, key_for(spec, form, **sizes), device))
 
 
 @pytest.mark.parametrize(("spec", "form"), STANDARD)
-def test_gates_that_overflow_wherever_they_are_not_masked(spec: OpSpec, form: str, device: torch.device) -> None:
+def test_gates_that_overflow_wherever_they_are_not_masked(spec: OpSpec, form: Form, device: torch.device) -> None:
     """A decay of 2 ** -40 a token, in a chunk that ends early: what no mask hides is 2 ** 2000 and more."""
     experiment = experiment_for(spec, key_for(spec, form, B=1, T=40, H=1, HV=2, K=16, V=16), device)
     decaying = [operand.fill in ("cumulative_decay", "decay") for operand in spec.operands]
@@ -80,7 +81,7 @@ def test_gates_that_overflow_wherever_they_are_not_masked(spec: OpSpec, form: st
 
 @pytest.mark.parametrize(("spec", "form"), STANDARD)
 @pytest.mark.parametrize("cu_seqlens", [(0, 80), (0, 1, 2, 80), (0, 64, 80), (80, 80), (0, 0, 0)], ids=str)
-def test_packed_lengths(spec: OpSpec, form: str, cu_seqlens: tuple[int, ...], device: torch.device) -> None:
+def test_packed_lengths(spec: OpSpec, form: Form, cu_seqlens: tuple[int, ...], device: torch.device) -> None:
     if "T" not in spec.sizes:
         pytest.skip("has no time axis")
     assert not faults(experiment_for(spec, key_for(spec, form, varlen=True), device, cu_seqlens))

@@ -114,12 +114,12 @@ def test_the_key_holds_what_changes_the_work() -> None:
     base = SPEC.key(call())
     assert base == dv_local.key()
     g = torch.zeros(1, 20, 2)
-    assert SPEC.key(call(g=relayout(g, registry.Layout.T_CONTIG))).form == "BT=16,g=float32@T_CONTIG"
-    assert SPEC.key(call(g=torch.zeros(1, 20, 4)[..., ::2])).form == "BT=16,g=float32@OTHER"
-    assert SPEC.key(call(g=g.half())).form == "BT=16,g=float16@STRIDE_HV"
-    assert SPEC.key(call(g=None)).form == "BT=16"
-    assert SPEC.key(call(g=None, g_gamma=torch.zeros(2))).form == "BT=16,g_gamma=1"
-    assert SPEC.key(call(g=None, g_gamma=torch.zeros(2).half())).form == "BT=16,g_gamma=float16"
+    assert SPEC.key(call(g=relayout(g, registry.Layout.T_CONTIG))).form.text == "BT=16,g=float32@T_CONTIG"
+    assert SPEC.key(call(g=torch.zeros(1, 20, 4)[..., ::2])).form.text == "BT=16,g=float32@OTHER"
+    assert SPEC.key(call(g=g.half())).form.text == "BT=16,g=float16@STRIDE_HV"
+    assert SPEC.key(call(g=None)).form.text == "BT=16"
+    assert SPEC.key(call(g=None, g_gamma=torch.zeros(2))).form.text == "BT=16,g_gamma=1"
+    assert SPEC.key(call(g=None, g_gamma=torch.zeros(2).half())).form.text == "BT=16,g_gamma=float16"
     assert SPEC.key(call(cu_seqlens=torch.tensor([0, 20]))) == replace(base, varlen=True)
 
 
@@ -190,6 +190,59 @@ def test_default_variant_of_a_chip() -> None:
 def test_a_name_is_taken_once() -> None:
     with pytest.raises(ValueError, match=r"'chunk_bwd_dv_local' is registered already"):
         registry.register(SPEC)
+
+
+def test_a_declaration_that_cannot_be_used_is_refused_with_every_reason() -> None:
+    wrong = replace(
+        SPEC,
+        name="wrong",
+        operands=(
+            *SPEC.operands,
+            registry.Operand(name="late", dims="B HV T", time_axis=True),
+            registry.Operand(name="deep", dims="B T HV K V", time_axis=True),
+            registry.Operand(name="odd", dims="B T X"),
+        ),
+        outputs=(*SPEC.outputs, registry.Output(name="nothing")),
+        layout_groups=(("g", "late", "q"),),
+    )
+    with pytest.raises(ValueError, match=r"^wrong: ") as caught:
+        registry.register(wrong)
+    for part in (
+        "late: a time axis is 'B T HV' and at most one size of channels, got 'B HV T'",
+        "deep: a time axis is 'B T HV' and at most one size of channels, got 'B T HV K V'",
+        "odd: dims 'B T X': no such size X (of B T H HV K V BT NT N)",
+        "nothing: wanted dims, or to be named d and an operand",
+        "q: in layout_groups, but no time-axis tensor",
+        "deep: a time-axis tensor in no layout group",
+    ):
+        assert part in str(caught.value)
+    assert "wrong" not in registry.names()
+
+
+def channels() -> registry.OpSpec:
+    """The op with a gate for each channel of K beside its own."""
+    return replace(
+        SPEC,
+        operands=(
+            *SPEC.operands,
+            registry.Operand(name="gk", dims="B T HV K", time_axis=True, fill="cumulative_decay"),
+        ),
+        layout_groups=(("g",), ("gk",)),
+    )
+
+
+@pytest.mark.parametrize("layout", ["STRIDE_HV", "T_CONTIG", "OTHER"])
+def test_arguments_of_a_gate_for_each_channel_have_the_key_they_were_made_for(layout: str) -> None:
+    spec = channels()
+    key = dv_local.key(f"BT=16,g=float32@STRIDE_HV,gk=float32@{layout}", B=2)
+    made = synthesize(spec, key, CPU)
+    assert made.tensors[-1] is not None
+    assert made.tensors[-1].shape == (2, 20, 2, 16)
+    assert spec.key(made) == key
+    wanted = {"T_CONTIG": ["T_CONTIG"]}.get(layout, ["STRIDE_HV", "T_CONTIG"])
+    assert [str(plan) for plan in spec.plans(key)] == [
+        f"g={g},gk={gk}" for g in ("STRIDE_HV", "T_CONTIG") for gk in wanted
+    ]
 
 
 def test_unknown_op_lists_those_there_are() -> None:

@@ -54,7 +54,7 @@ def test_no_op_means_every_op_and_forms_may_be_texts() -> None:
     row = {name: value for name, value in GOOD.items() if name != "op"}
     assert {spec.name for spec, _ in keys(parse_shapes([row]), "pow2")[0]} >= {dv_local.SPEC.name, "chunk_fwd_o"}
     (found,) = keys(parse_shapes([GOOD | {"forms": ["g=float32@OTHER,BT=16"]}]), "pow2")[0]
-    assert found[1].form == "BT=16,g=float32@OTHER"
+    assert found[1].form.text == "BT=16,g=float32@OTHER"
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -136,15 +136,15 @@ def test_every_bad_value_of_every_form_at_once() -> None:
 def test_every_form_of_every_op_is_a_form() -> None:
     for name in registry.names():
         spec = registry.lookup(name)
-        assert [spec.form_named(form) for form in spec.every_form] == list(spec.every_form)
+        assert [spec.form_named(form.text) for form in spec.every_form] == list(spec.every_form)
 
 
 def test_a_form_is_written_as_a_call_writes_it() -> None:
     spec = registry.lookup(CUMSUM)
     text = "BT=64,g=float32@STRIDE_HV,output_dtype=float32"
-    assert spec.form_named(f"{text},reverse=0") == spec.form_named(text) == text
-    assert spec.form_named(f"{text},reverse=1") == f"{text},reverse=1"
-    assert spec.form_named("g=float32@STRIDE_HV") == text
+    assert spec.form_named(f"{text},reverse=0").text == spec.form_named(text).text == text
+    assert spec.form_named(f"{text},reverse=1").text == f"{text},reverse=1"
+    assert spec.form_named("g=float32@STRIDE_HV").text == text
 
 
 @pytest.mark.parametrize("missing", ["T", "H", "K", "dtype"])

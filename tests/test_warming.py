@@ -273,7 +273,7 @@ def test_a_missed_key_is_the_key_of_the_call(config: Config, device: torch.devic
 def test_explain_says_which_decision_and_from_where(config: Config, device: torch.device) -> None:
     run(config, device, shapes=[shape(T=20)])
     asked = {"T": 20, "H": 1, "HV": 2, "K": 16, "dtype": "fp32"}
-    form = key().form
+    form = key().form.text
     (found,) = layout_tuner.explain(SPEC.name, asked, form=form, config=config, device=device)
     assert (found.candidate, found.source, found.key) == (WINNER, "measured", key())
     assert f"{WINNER} saves 20.0 % [20.0, 20.0] of {CANDIDATES[0]}" in found.reason

@@ -11,7 +11,7 @@ from typing import Final
 from layout_tuner import registry
 from layout_tuner.ascend.candidates import CandidateReport, Case, cases_of
 from layout_tuner.ascend.targets import target_named
-from layout_tuner.keys import Key
+from layout_tuner.keys import Form, Key
 from layout_tuner.layouts import Layout
 from layout_tuner.registry import OpSpec
 
@@ -25,7 +25,7 @@ CHAIN: Final = "chunk_gated_delta_rule"
 WIDEST_WITHOUT_NOTES: Final = 128
 
 
-def key(spec: OpSpec, K: int, V: int, dtype: str, packed: bool, form: str, T: int = 2048) -> Key:
+def key(spec: OpSpec, K: int, V: int, dtype: str, packed: bool, form: Form, T: int = 2048) -> Key:
     """A key of the gate: the published kernels' shape, with other widths."""
     sizes = {"B": 1 if packed else 2, "T": T, "H": 4, "HV": 8, "K": K, "V": V}
     return Key(
@@ -40,7 +40,7 @@ def key(spec: OpSpec, K: int, V: int, dtype: str, packed: bool, form: str, T: in
 def keys(spec: OpSpec, widths: Sequence[tuple[int, int]] = WIDTHS, T: int = 2048) -> Iterator[Key]:
     """The keys of an op: every standard form, dense and packed, in every width and dtype."""
     seen = set()
-    for form in spec.forms.values():
+    for form in spec.standard_forms.values():
         for packed in (False, True):
             for K, V in widths:
                 for dtype in DTYPES:

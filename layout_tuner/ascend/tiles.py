@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     assert ops, "importing the ops registers them"
     spec, target = registry.lookup(parsed.op), target_named(parsed.target)
     K, V = (int(width) for width in parsed.width.split(","))
-    key = gate.key(spec, K, V, parsed.dtype, parsed.packed, next(iter(spec.forms.values())))
+    key = gate.key(spec, K, V, parsed.dtype, parsed.packed, spec.every_form[0])
     with Compiler(find_toolchain(parsed.python), target, cache=parsed.cache.absolute()) as compiler:
         for case in cases_of(spec, key):
             if parsed.candidate not in case.candidate.id:

@@ -137,12 +137,11 @@ def print_stored(found: Sequence[Explanation], refused: Sequence[str]) -> None:
 
 def stored_json(found: Explanation) -> dict[str, Any]:
     """An explanation as one JSON object."""
-    import dataclasses
 
     from .decisions import decision_json
 
     return {
-        "key": dataclasses.asdict(found.key),
+        "key": found.key.plain(),
         "environment": found.environment,
         "candidate": found.candidate,
         "source": found.source,
@@ -234,7 +233,7 @@ def key_json(key: Key, reports: Sequence[CandidateReport]) -> dict[str, Any]:
 
     prediction = predict(reports)
     return {
-        "key": dataclasses.asdict(key),
+        "key": key.plain(),
         "compiler": reports[0].compiler if reports else "",
         "candidates": [report.to_json() for report in reports],
         "differences": [

@@ -86,15 +86,18 @@ def bind_function(
 ) -> Launch:
     """A public function as a launch: operands, scalars, `cu_seqlens` and `chunk_indices` in, every output out.
 
-    An op with gradients (the option `grad`) runs forward and backward through autograd.
+    An op with gradients (an option that `differentiates`) runs forward and backward through autograd.
     """
     key, form = problem.key, problem.form
     inputs = tuple(operand.name for operand in spec.operands if not operand.given_with)
     gradients = tuple(operand.name for operand in spec.operands if operand.given_with)
-    options: dict[str, Any] = {option.name: option_value(option.default, form, option.label) for option in spec.options}
-    grad = bool(options.pop("grad", False))
-    if "output_dtype" in options:
-        options["output_dtype"] = getattr(torch, options["output_dtype"])
+    asked = spec.gradient_option
+    grad = asked is not None and form.flag(asked.label)
+    options: dict[str, Any] = {}
+    for option in spec.options:
+        if not option.differentiates:
+            value = option_value(option.default, form, option.label)
+            options[option.name] = getattr(torch, str(value)) if option.names_dtype else value
     # Some functions of the library have no default of their own where ours takes K ** -0.5.
     scale = key.K**-0.5 if key.K else None
 

@@ -250,10 +250,10 @@ class Takeover:
             tensors.append(value)
         options: list[Value] = []
         for option in self.spec.options:
-            if option.name == "grad":
+            if option.differentiates:
                 options.append(torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors))
-            elif option.name == "output_dtype":
-                dtype = named.get("output_dtype", torch.float32)
+            elif option.names_dtype:
+                dtype = named.get(option.name, getattr(torch, str(option.default)))
                 options.append(output_dtype_name(self.op, dtype, named[self.spec.operands[0].name]))
             else:
                 options.append(named.get(option.name, option.default))

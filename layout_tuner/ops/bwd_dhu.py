@@ -181,8 +181,8 @@ SPEC = register(
             Output(name="dv2", dims="B T HV V"),
         ),
         options=(
-            Option(name="state_v_first", default=False),
-            Option(name="chunk_size", default=64, entry="BT"),
+            Option(name="state_v_first", default=False, turns_states=True),
+            Option(name="chunk_size", default=64, entry="BT", size="BT"),
         ),
         scalars=("scale",),
         layout_groups=(("g",),),

@@ -220,8 +220,8 @@ SPEC = register(
             Output(name="dg", time_axis=True, needs="g"),
         ),
         options=(
-            Option(name="state_v_first", default=False),
-            Option(name="chunk_size", default=64, entry="BT"),
+            Option(name="state_v_first", default=False, turns_states=True),
+            Option(name="chunk_size", default=64, entry="BT", size="BT"),
         ),
         scalars=("scale",),
         layout_groups=(("g",), ("dg",)),

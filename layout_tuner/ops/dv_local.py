@@ -135,7 +135,7 @@ SPEC = register(
             Operand(name="A", dims="B T HV BT", optional=True, fill="unit_lower", must_match=False),
         ),
         outputs=(Output(name="dv", dims="B T HV V"),),
-        options=(Option(name="chunk_size", default=64, entry="BT"),),
+        options=(Option(name="chunk_size", default=64, entry="BT", size="BT"),),
         scalars=("scale",),
         layout_groups=(("g",),),
         variants=("full", "sub"),

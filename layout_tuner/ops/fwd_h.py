@@ -176,9 +176,9 @@ SPEC = register(
         ),
         options=(
             Option(name="output_final_state", default=False),
-            Option(name="chunk_size", default=64, entry="BT"),
+            Option(name="chunk_size", default=64, entry="BT", size="BT"),
             Option(name="save_new_value", default=True),
-            Option(name="state_v_first", default=False),
+            Option(name="state_v_first", default=False, turns_states=True),
         ),
         layout_groups=(("g",),),
         variants=("wide", "narrow"),

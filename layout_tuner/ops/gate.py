@@ -193,8 +193,8 @@ SPEC = register(
         ),
         outputs=(Output(name="out", dims="B T HV", time_axis=True),),
         options=(
-            Option(name="chunk_size", default=64, entry="BT"),
-            Option(name="output_dtype", default="float32"),
+            Option(name="chunk_size", default=64, entry="BT", size="BT"),
+            Option(name="output_dtype", default="float32", names_dtype=True),
         ),
         scalars=("scale",),
         layout_groups=(("g",), ("out",)),

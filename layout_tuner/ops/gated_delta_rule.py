@@ -18,7 +18,7 @@ from torch.compiler import is_compiling
 from .. import layouts, reference, registry, router
 from ..errors import PackingError, UnsupportedProblemError
 from ..failures import first_line
-from ..keys import form_text
+from ..keys import Form
 from ..layouts import Layout, LayoutPlan
 from ..packing import chunks_of, written
 from ..prepare import Prepared
@@ -420,7 +420,7 @@ class Chain:
         if op != "gdn_gate_bwd":  # the one stage that knows no chunks
             entries = {**entries, "BT": str(self.BT)}
         sizes = {name: getattr(key, name) for name in registry.SIZES}
-        stage = spec.key_for(sizes, dtype=dtype or key.dtype, form=form_text(entries), varlen=key.varlen)
+        stage = spec.key_for(sizes, dtype=dtype or key.dtype, form=Form(entries), varlen=key.varlen)
         default = spec.default(stage, self.problem.chip)
         variant = self.problem.variant_of(spec, stage) or default.variant
         if plan is None:
@@ -710,10 +710,10 @@ SPEC = register(
             _flag("use_qk_l2norm_in_kernel"),
             _flag("use_beta_sigmoid_in_kernel"),
             _flag("allow_neg_eigval"),
-            _flag("state_v_first"),
+            Option(name="state_v_first", default=False, turns_states=True),
             _flag("use_gate_in_kernel"),
-            Option(name="chunk_size", default=64, entry="BT"),
-            _flag("grad"),
+            Option(name="chunk_size", default=64, entry="BT", size="BT"),
+            Option(name="grad", default=False, differentiates=True),
         ),
         scalars=("scale",),
         layout_groups=(("g", "beta"),),

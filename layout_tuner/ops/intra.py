@@ -150,7 +150,7 @@ SPEC = register(
             Output(name="u", dims="B T HV V"),
             Output(name="A", dims="B T HV BT"),
         ),
-        options=(Option(name="chunk_size", default=64, entry="BT"),),
+        options=(Option(name="chunk_size", default=64, entry="BT", size="BT"),),
         layout_groups=(("g", "beta"),),
         variants=("full",),
         sources=("intra", "kkt", "local_cumsum", "recompute_w_u", "solve_tril"),

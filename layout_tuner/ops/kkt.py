@@ -103,8 +103,8 @@ SPEC = register(
         ),
         outputs=(Output(name="A", dims="B T HV BT"),),
         options=(
-            Option(name="chunk_size", default=64, entry="BT"),
-            Option(name="output_dtype", default="float32"),
+            Option(name="chunk_size", default=64, entry="BT", size="BT"),
+            Option(name="output_dtype", default="float32", names_dtype=True),
         ),
         layout_groups=(("g", "beta"),),
         variants=("full",),

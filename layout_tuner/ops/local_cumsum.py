@@ -126,9 +126,9 @@ SPEC = register(
         operands=(Operand(name="g", dims="B T HV", time_axis=True, fill="decay"),),
         outputs=(Output(name="out", dims="B T HV", time_axis=True),),
         options=(
-            Option(name="chunk_size", default=64, entry="BT"),
+            Option(name="chunk_size", default=64, entry="BT", size="BT"),
             Option(name="reverse", default=False),
-            Option(name="output_dtype", default="float32"),
+            Option(name="output_dtype", default="float32", names_dtype=True),
         ),
         scalars=("scale",),
         layout_groups=(("g",), ("out",)),

@@ -91,7 +91,7 @@ SPEC = register(
         name="solve_tril",
         operands=(Operand(name="A", dims="B T HV BT", fill="strictly_lower"),),
         outputs=(Output(name="X", dims="B T HV BT"),),
-        options=(Option(name="output_dtype", default="float32"),),
+        options=(Option(name="output_dtype", default="float32", names_dtype=True),),
         variants=("blocks",),
         sources=("solve_tril",),
         bind=_bind,

@@ -135,7 +135,7 @@ def ticket(op: str, options: tuple[Value, ...], scalars: tuple[bool, ...], tunab
     said = {"op": op, "tensors": noted, "options": options, "scalars": scalars}
     call = call_of(spec, said)
     with watched.apart():
-        key, device = spec.key(call), torch.device(found[0])
+        key, device = spec.key(call), torch.device(first)
         candidate = spec.candidates(key)[0].id
         if device.type != "meta":
             devices.require_running(op, key.dtype, device)

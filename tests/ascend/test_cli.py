@@ -138,7 +138,7 @@ def test_operands_that_cannot_be_made_are_a_row_and_the_rest_goes_on(
     synthesize = candidates.synthesize
 
     def faulty(spec: OpSpec, key: Key, device: str) -> Call:
-        if "reverse=1" in key.form:
+        if key.form.flag("reverse"):
             raise RuntimeError("not enough memory")
         return synthesize(spec, key, device)
 

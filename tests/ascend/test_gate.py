@@ -16,7 +16,7 @@ from layout_tuner.ascend.compiler import Compiler
 from layout_tuner.ascend.execution import NativeRunner
 from layout_tuner.ascend.targets import target_named
 from layout_tuner.experiment import Experiment
-from layout_tuner.keys import Key
+from layout_tuner.keys import Form, Key
 from layout_tuner.registry import dtype_name
 
 pytestmark = pytest.mark.ascend
@@ -44,18 +44,24 @@ def test_every_candidate_compiles_within_its_means(part: gate.Part, compiler_for
     assert not wrong, "\n".join([f"{len(wrong)} complaints:", *wrong])
 
 
-def only_in_a_chain(op: str) -> list[str]:
+def only_in_a_chain(op: str) -> list[Form]:
     """Forms that no call of a stage has, but a chain gives it."""
     stages = ("chunk_local_cumsum", "gdn_gate_chunk_cumsum", "gdn_gate_bwd")
-    return [f"{registry.lookup(op).forms['training']},resets=1"] if op in stages else []
+    return [registry.lookup(op).standard_forms["training"].changed(resets="1")] if op in stages else []
+
+
+OTHER_FORMS = [
+    pytest.param(op, form, id=f"{op}-{form}")
+    for op in OPS
+    if op != gate.CHAIN
+    for form in (*registry.lookup(op).every_form, *only_in_a_chain(op))
+    if form not in registry.lookup(op).standard_forms.values()
+]
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["default", "every"])
-@pytest.mark.parametrize(
-    ("op", "form"),
-    [(op, form) for op in OPS if op != gate.CHAIN for form in (*registry.lookup(op).more_forms, *only_in_a_chain(op))],
-)
-def test_other_forms_compile_too(op: str, form: str, every: bool, compiler: Compiler) -> None:
+@pytest.mark.parametrize(("op", "form"), OTHER_FORMS)
+def test_other_forms_compile_too(op: str, form: Form, every: bool, compiler: Compiler) -> None:
     """Without a gate, with another chunk size, with states: the default candidate of what is no standard form."""
     spec, chip = registry.lookup(op), chip_of(target_named(gate.TARGET))
     keys = [gate.key(spec, 64, 64, "bfloat16", packed, form) for packed in ((False, True) if every else (False,))]
@@ -91,7 +97,7 @@ def execution_cases(op: str) -> list[object]:
     A kernel is not specialised on T, so the long sequences cost a run and no build.
     """
     spec = registry.lookup(op)
-    first, *others = dict.fromkeys((*spec.forms.values(), *spec.more_forms))
+    first, *others = spec.every_form
     sampled = [
         gate.key(spec, 64, 64, "bfloat16", False, first, T=2048),
         gate.key(spec, 64, 64, "bfloat16", False, first, T=200),

@@ -33,7 +33,7 @@ PREDICTED = (
 
 def predictable(op: str, K: int, V: int, dtype: str) -> list[Case]:
     spec = registry.lookup(op)
-    key = gate.key(spec, K, V, dtype, False, next(iter(spec.forms.values())))
+    key = gate.key(spec, K, V, dtype, False, spec.every_form[0])
     return [case for case in cases_of(spec, key) if gate.contiguous(case)]
 
 
@@ -68,7 +68,7 @@ def reachable(op: str) -> list[Case]:
     spec = registry.lookup(op)
     found: dict[tuple[object, ...], Case] = {}
     for dtype, K, V in itertools.product(gate.DTYPES, SIZES, SIZES):
-        key = gate.key(spec, K, V, dtype, False, next(iter(spec.forms.values())))
+        key = gate.key(spec, K, V, dtype, False, spec.every_form[0])
         for case in cases_of(spec, key):
             if any(layout is Layout.T_CONTIG for _, layout in case.candidate.plan.layouts):
                 continue

@@ -13,7 +13,7 @@ import torch
 
 from layout_tuner import inputs
 from layout_tuner.experiment import Experiment
-from layout_tuner.keys import Key, form_text, parse_form
+from layout_tuner.keys import Form, Key
 from layout_tuner.prepare import Prepared
 from layout_tuner.registry import DTYPES, OpSpec
 
@@ -23,9 +23,10 @@ CU_SEQLENS = (3, 3, 20, 20, 72, 75)  # first token 3, two empty sequences
 T_PACKED = 80
 
 
-def key_for(spec: OpSpec, form: str, dtype: str = "float32", varlen: bool = False, **sizes: int) -> Key:
+def key_for(spec: OpSpec, form: Form | str, dtype: str = "float32", varlen: bool = False, **sizes: int) -> Key:
     """A key of the matrix, with the sizes that the op has."""
     wanted = SIZES | ({"B": 1, "T": T_PACKED} if varlen else {}) | sizes
+    form = form if isinstance(form, Form) else Form.parse(form)
     return spec.key_for(wanted, dtype=dtype, form=form, varlen=varlen)
 
 
@@ -50,14 +51,9 @@ def faults(experiment: Experiment) -> list[str]:
     return found
 
 
-def standard_forms(spec: OpSpec) -> set[str]:
-    """The canonical texts of an op's standard forms."""
-    return {str(parse_form(form)) for form in spec.forms.values()}
-
-
-def matrix(spec: OpSpec) -> list[tuple[str, str, bool]]:
+def matrix(spec: OpSpec) -> list[tuple[Form, str, bool]]:
     """Form, dtype and packing: every form in fp32, the standard forms in every dtype."""
-    standard = standard_forms(spec)
+    standard = set(spec.standard_forms.values())
     packings = (False, True) if "T" in spec.sizes else (False,)
     return [
         (form, dtype, varlen)
@@ -67,17 +63,16 @@ def matrix(spec: OpSpec) -> list[tuple[str, str, bool]]:
     ]
 
 
-def gate_dtypes(spec: OpSpec) -> list[tuple[str, bool]]:
+def gate_dtypes(spec: OpSpec) -> list[tuple[Form, bool]]:
     """Form and packing: the standard forms in every combination of dtypes of their time-axis operands.
 
     A layout may be reached by a copy that widens, and so decide the dtype of what is computed behind it.
     """
     found = []
-    for form in sorted(standard_forms(spec)):
-        entries = parse_form(form).entries
-        names = [operand.name for operand in spec.operands if operand.time_axis and operand.name in entries]
+    for form in spec.standard_forms.values():
+        names = [operand.name for operand in spec.operands if operand.time_axis and operand.name in form]
         for dtypes in itertools.product(DTYPES, repeat=len(names)) if names else ():
             arrivals = {name: f"{dtype}@STRIDE_HV" for name, dtype in zip(names, dtypes)}
-            mixed = form_text({**entries, **arrivals, **({"BT": "16"} if "BT" in entries else {})})
+            mixed = form.changed(**arrivals, **({"BT": "16"} if "BT" in form else {}))
             found += [(mixed, varlen) for varlen in ((False, True) if "T" in spec.sizes else (False,))]
     return list(dict.fromkeys(found))

@@ -4,7 +4,7 @@ import torch
 
 import layout_tuner.ops
 from layout_tuner import reference, registry
-from layout_tuner.keys import Key
+from layout_tuner.keys import Form, Key
 
 SPEC = registry.lookup("chunk_bwd_dv_local")
 FORM = "BT=16,g=float32@STRIDE_HV"
@@ -12,10 +12,12 @@ CANDIDATES = ("full/g=STRIDE_HV", "full/g=T_CONTIG", "sub/g=STRIDE_HV", "sub/g=T
 BT = 16
 
 
-def key(form: str = FORM, *, varlen: bool = False, dtype: str = "float32", **sizes: int) -> Key:
+def key(form: Form | str = FORM, *, varlen: bool = False, dtype: str = "float32", **sizes: int) -> Key:
     """A key of the op."""
     wanted = {"B": 1, "T": 20, "H": 1, "HV": 2, "K": 16, "V": 16} | sizes
-    return Key(op=SPEC.name, **wanted, varlen=varlen, dtype=dtype, form=form)
+    return Key(
+        op=SPEC.name, **wanted, varlen=varlen, dtype=dtype, form=form if isinstance(form, Form) else Form.parse(form)
+    )
 
 
 def arguments(

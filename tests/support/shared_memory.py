@@ -81,7 +81,7 @@ def cases(asked: dict[str, Any]) -> Iterator[tuple[OpSpec, Key, Candidate]]:
     """Every candidate of every key that is asked for; of a variant's layouts the first, unless all are."""
     for name in asked["ops"]:
         spec = registry.lookup(name)
-        for form in spec.every_form if asked["every_form"] else spec.forms.values():
+        for form in spec.every_form if asked["every_form"] else spec.standard_forms.values():
             for dtype in asked["dtypes"]:
                 for K, V in asked["widths"]:
                     for H, HV in asked["heads"]:
@@ -112,7 +112,7 @@ def planted() -> dict[str, int]:
     tiling.chunk_bwd_dqkwg_tiles = lambda *_: (32, 64, 64, False)
     spec = registry.lookup("chunk_bwd_dqkwg")
     sizes = {"B": 1, "T": 96, "H": 1, "HV": 1, "K": 64, "V": 64}
-    key = spec.key_for(sizes, dtype="bfloat16", form="BT=64,dv=1,w=1")
+    key = spec.key_for(sizes, dtype="bfloat16", form=spec.form_named("BT=64,dv=1,w=1"))
     (record,) = launches(spec, key, spec.candidates(key)[0])
     source = source_of(record)
     return {"here": make(source), "triton": triton.compile(source, target=TARGET).metadata.shared}
