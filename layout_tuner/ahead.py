@@ -81,10 +81,16 @@ def unit_of(record: launcher.LaunchRecord) -> Unit:
     )
 
 
-def compile_unit(unit: Unit, device: torch.device) -> None:
-    """Compile a kernel for a device."""
+def begin(parent: int) -> None:
+    """A process that compiles gives way to those that somebody waits for, and ends with the one that started it."""
+    die_with_parent(parent)
+    os.nice(10)
+
+
+def compile_unit(unit: Unit, device: str) -> None:
+    """Compile a kernel for a device, by its name."""
     kernel = getattr(importlib.import_module(unit.module), unit.name)
-    with devices.guard(device):
+    with devices.guard(devices.named(device)):
         kernel.warmup(*unit.arguments, grid=(1,), **dict(unit.constants))
 
 
@@ -103,10 +109,10 @@ def compile_ahead(wanted: list[Unit], device: torch.device, seconds: float, anno
     pool = concurrent.futures.ProcessPoolExecutor(
         min(processes(), len(wanted)),
         multiprocessing.get_context("spawn"),
-        initializer=die_with_parent,
+        initializer=begin,
         initargs=(os.getpid(),),
     )
-    futures = [pool.submit(compile_unit, unit, device) for unit in wanted]
+    futures = [pool.submit(compile_unit, unit, str(device)) for unit in wanted]
     done, late = concurrent.futures.wait(futures, seconds)
     pool.shutdown(wait=False, cancel_futures=True)
     errors = [error for future in done if (error := future.exception()) is not None]

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
-
-import torch
 
 from . import device as devices
 from .ahead import compile_ahead, units
@@ -98,9 +95,7 @@ def tune(request: Request, doing: int, announce: Callable[[float], None]) -> Out
         ConfigError: This process sees another device, environment or op than its parent.
         LayoutTunerError: As of `Router.measured`.
     """
-    device = torch.device(request.device)
-    if device.type not in ("cpu", "cuda") and not hasattr(torch, device.type):
-        importlib.import_module(f"torch_{device.type}")  # where torch does not load it by itself
+    device = devices.named(request.device)
     here = environment(device).id
     if (here, devices.identity(device)) != (request.environment, request.identity):
         raise ConfigError(f"another process sees {here} as {device}, not {request.environment}")

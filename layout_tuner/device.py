@@ -9,6 +9,7 @@ it did.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import logging
 import os
@@ -98,6 +99,14 @@ def resolve(name: str | None = None) -> torch.device:
     if index >= count:
         raise ConfigError(f"device {name!r}: this machine has {count} of them, numbered from 0")
     return torch.device(device.type, index)
+
+
+def named(name: str) -> torch.device:
+    """A device by its full name, with the library that gives torch its kind where torch does not load that itself."""
+    kind = name.partition(":")[0]
+    if kind != "cpu" and not hasattr(torch, kind):
+        importlib.import_module(f"torch_{kind}")
+    return torch.device(name)
 
 
 def guard(device: torch.device) -> AbstractContextManager[object]:

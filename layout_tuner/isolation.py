@@ -48,6 +48,8 @@ BOOT = (
     "os.environ.update(json.loads(sys.argv[2])); from layout_tuner.child import main; main(*map(int, sys.argv[3:]))"
 )
 PR_SET_PDEATHSIG = 1
+# Signals that no candidate raises: somebody, or the system, ended the child.
+FROM_OUTSIDE = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +183,8 @@ def ask(request: Request, candidates: list[str]) -> Answer:
             how, failure = "did not end in its time and was ended", "timeout"
         except (EOFError, OSError):
             how, failure = ended(child), "crash"
+            if child.returncode is not None and -child.returncode in FROM_OUTSIDE:
+                return Answer(error=TuningError.__name__, text=f"the process that tunes {how}")
         said.seek(0)
         last = said.read()[-2000:].decode(errors="replace").strip().splitlines()[-1:]
         text = f"the process that tried it {how}" + "".join(f": {line}" for line in last)
@@ -209,6 +213,7 @@ def start(channel: Connection, doing: int, said: int) -> subprocess.Popen[bytes]
         stdout=said,
         stderr=said,
         pass_fds=(channel.fileno(), doing),
+        start_new_session=True,  # Ctrl-C is for this process, which ends the child
     )
 
 

@@ -35,7 +35,7 @@ for name, form, varlen in (
     with stubbed() as triton:
         wanted = ahead.units(spec, problem, candidates)
         for unit in wanted:
-            ahead.compile_unit(unit, cpu)
+            ahead.compile_unit(unit, "cpu")
         assert not triton.launches
         compiled = len(triton.compiles)
         assert compiled == len(set(triton.compiles)) == len(wanted)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
@@ -167,6 +168,22 @@ def test_a_child_that_sees_another_device_measures_nothing(config, monkeypatch):
     with pytest.raises(TuningError, match="another process sees Ascend910B3"):
         made.tune(SPEC, key(), npu())
     made.close()
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_a_child_that_somebody_else_ends_is_no_failure_of_a_candidate(config, monkeypatch, end):
+    befall(monkeypatch, dict.fromkeys(CANDIDATES, "hang 60"))
+    made = Router(config)
+    with ThreadPoolExecutor(1) as pool:
+        tuning = pool.submit(made.tune, SPEC, key(), npu())
+        while not isolation._children:
+            time.sleep(0.01)
+        (child,) = isolation._children
+        child.send_signal(end)
+        with pytest.raises(TuningError, match=f"the process that tunes was ended by {end.name}"):
+            tuning.result()
+    made.close()
+    assert decisions(config) == []
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, *answers: isolation.Answer) -> list[isolation.Request]:
