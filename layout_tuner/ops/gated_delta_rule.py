@@ -500,7 +500,8 @@ class Chain:
             if isinstance(error, PackingError):
                 raise
             key, chip = self.problem.key, self.problem.chip
-            instead = _bind(Problem(key=key, chip=chip), SPEC.default(key, chip))
+            spec = registry.lookup(key.op)
+            instead = spec.bind(Problem(key=key, chip=chip), spec.default(key, chip))
             assert isinstance(instead, Chain)
             try:
                 gradients = instead.backward(*arguments)
