@@ -74,7 +74,7 @@ ascend-gate: $(INSTALLED) ascend
 ## make ascend-docs write docs/ascend.md: what the kernels compile to, beside the public ones; the whole matrix, long
 ascend-docs: $(INSTALLED) ascend
 	mkdir -p docs
-	$(BIN)/python -m layout_tuner.ascend.docs --whole > docs/ascend.md.new
+	$(BIN)/python bench/ascend_docs.py --whole > docs/ascend.md.new
 	mv docs/ascend.md.new docs/ascend.md
 
 clean:

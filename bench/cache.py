@@ -19,8 +19,8 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from layout_tuner.cache.file import Store
 from layout_tuner.cache.records import DecisionRecord, EnvironmentRecord, KeyRecord, MeasurementRecord
+from layout_tuner.cache.sqlite.file import Store
 
 ENVIRONMENT = EnvironmentRecord(id="bench-environment", facts={"device": "none", "compiler": "none"})
 CANDIDATES = ("block/g=STRIDE_HV", "block/g=T_CONTIG", "full/g=STRIDE_HV", "full/g=T_CONTIG")
@@ -79,7 +79,7 @@ def decisions(number: int) -> Iterator[DecisionRecord]:
 # because getrusage counts what its parent had at the fork.
 FIRST_LOOKUP = """
 import re, sys, time
-from layout_tuner.cache.file import Store
+from layout_tuner.cache.sqlite.file import Store
 from layout_tuner.cache.records import KeyRecord
 number = 54321 % int(sys.argv[2])
 key = KeyRecord(op="chunk_bwd_dv_local", B=1 + number % 8, T=1 + number, H=16, HV=32, K=128, V=128,

@@ -30,9 +30,9 @@ from typing import Any
 import torch
 
 import layout_tuner
-from layout_tuner import device as devices
-from layout_tuner import isolation
 from layout_tuner.config import Config
+from layout_tuner.device import driver as devices
+from layout_tuner.tuning import isolation
 
 HIDDEN = 1024
 STEADY = 5

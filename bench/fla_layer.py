@@ -32,12 +32,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from layout_tuner.cache.store import open_store
+from layout_tuner.cache.places.opening import open_store
 
 import layout_tuner
-from layout_tuner import device as devices
+from layout_tuner.device import driver as devices
 from layout_tuner.integrations import fla as integration
-from layout_tuner.measure import EventTimer, Timer, time_rounds
+from layout_tuner.tuning.timing import EventTimer, Timer, time_rounds
 
 # B, T, H, HV, head dimension of keys and of values, by a name that says B, T, H and the dimension.
 SHAPES = {

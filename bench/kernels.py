@@ -25,14 +25,14 @@ from dataclasses import dataclass
 import torch
 
 import layout_tuner.ops
-from layout_tuner import device as devices
-from layout_tuner import layouts, registry
-from layout_tuner.experiment import Experiment
-from layout_tuner.keys import Form, Key
-from layout_tuner.layouts import Layout
-from layout_tuner.measure import EventTimer, time_rounds
-from layout_tuner.prepare import Prepared
-from layout_tuner.registry import Call, OpSpec
+from layout_tuner.device import driver as devices
+from layout_tuner.launch.prepared import Prepared
+from layout_tuner.spec import declaration, layouts
+from layout_tuner.spec.declaration import Call, OpSpec
+from layout_tuner.spec.keys import Form, Key
+from layout_tuner.spec.layouts import Layout
+from layout_tuner.tuning.experiment import Experiment
+from layout_tuner.tuning.timing import EventTimer, time_rounds
 
 SHAPES = {
     "small": (2, 2048, 4, 8, 64, 64),
@@ -112,7 +112,7 @@ def total_bytes(tensors: tuple[torch.Tensor | None, ...]) -> int:
 
 def key_for(spec: OpSpec, shape: tuple[int, ...], form: Form) -> Key:
     """The dense bf16 key of a shape."""
-    return spec.key_for(dict(zip(registry.SIZES, shape)), dtype="bfloat16", form=form)
+    return spec.key_for(dict(zip(declaration.SIZES, shape)), dtype="bfloat16", form=form)
 
 
 def public_kernel(spec: OpSpec, call: Call, device: torch.device) -> Callable[[], object] | None:
@@ -268,10 +268,10 @@ def main() -> int:
     for shape_name in chosen.shapes.split(","):
         shape = SHAPES[shape_name]
         print(f"(B, T, H, HV, K, V) = {shape}, bf16")
-        for op in registry.names():
+        for op in declaration.names():
             if op == "chunk_gated_delta_rule" or (wanted and op not in wanted):
                 continue
-            rows = bench_op(registry.lookup(op), shape, timer, rates)
+            rows = bench_op(declaration.lookup(op), shape, timer, rates)
             everything += [{"shape": shape_name, **row} for row in rows]
             print("\n".join(line(row) for row in rows), flush=True)
             torch.get_device_module(device).empty_cache()

@@ -32,10 +32,12 @@ if not torch.cuda.is_available():
 import layout_tuner.kernels
 from layout_tuner.kernels import dv_local as kernels
 
-from layout_tuner import device as devices
-from layout_tuner import direct, fitting, launcher, ops, router
+from layout_tuner import ops
+from layout_tuner.device import driver as devices
+from layout_tuner.dispatch import router
+from layout_tuner.launch import direct, guards, launcher
 from layout_tuner.ops import dv_local
-from layout_tuner.registry import Launch, Problem
+from layout_tuner.spec.declaration import Launch, Problem
 
 Rounds = dict[str, list[float]]
 SHAPE = {"B": 2, "T": 2048, "H": 4, "HV": 8, "K": 64, "V": 64}
@@ -132,7 +134,7 @@ def on_the_router(rounds: int, shape: dict[str, int]) -> dict[str, float]:
             "floor": lambda: table[("chunk_bwd_dv_local", B, T, H, HV, K, V, False, torch.float32, "BT=64")],
             "launch": lambda: launch(q, k, do, g, None, None, None, None, None),
             "comparison": lambda: fits(tensors, (64,), None, None),
-            "signature": lambda: memory.get(fitting.signature(spec, tensors, (64,), None, None)),
+            "signature": lambda: memory.get(guards.signature(spec, tensors, (64,), None, None)),
             "hit": lambda: ops.chunk_bwd_dv_local(q, k, do, g),
             "two shapes in turn": alternating,
         }

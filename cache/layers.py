@@ -12,20 +12,20 @@ from pathlib import Path
 
 from .evidence import SOURCE_RANK, failures, imported, strength, with_failure
 from .faults import Fault, StoreError
-from .file import Store
-from .folder import host_files
-from .guarded import GuardedStore
 from .hosts import this_host
 from .interface import DecisionStore
 from .memory import MemoryStore
 from .merge import Evidence
 from .misses import by_key, frequency
 from .names import resolved
-from .pins import read_pins
+from .places.folder import host_files
+from .places.guarded import GuardedStore
+from .places.opening import open_existing, open_store, stated_path
+from .places.server import JOB_PATIENCE_S, ServerStore, parse_url
 from .records import DecisionRecord, EnvironmentRecord, KeyRecord, MeasurementRecord, MissRecord
-from .seal import warn_about
-from .server import JOB_PATIENCE_S, ServerStore, parse_url
-from .store import open_existing, open_store, stated_path
+from .sharing.pins import read_pins
+from .sqlite.file import Store
+from .sqlite.seal import warn_about
 
 logger = logging.getLogger(__name__)
 

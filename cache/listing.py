@@ -7,12 +7,12 @@ from dataclasses import astuple, dataclass
 from datetime import datetime
 
 from .faults import StoreError
-from .folder import FolderStore
-from .guarded import GuardedStore
 from .interface import DecisionStore
 from .layers import Layer, LayeredStore, Resolution
+from .places.folder import FolderStore
+from .places.guarded import GuardedStore
 from .records import DecisionRecord, KeyRecord
-from .sql import SqlStore
+from .sqlite.sql import SqlStore
 
 logger = logging.getLogger(__name__)
 

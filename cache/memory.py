@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from layout_tuner.forking import ProcessLock
+
 from .evidence import choose, storable, succeed
-from .forking import ProcessLock
 from .hosts import this_host
 from .misses import added, frequency
 from .records import DecisionRecord, EnvironmentRecord, KeyRecord, MissRecord

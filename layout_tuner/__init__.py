@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .api import enable as enable
     from .api import is_enabled as is_enabled
     from .config import Config as Config
-    from .counters import stats as stats
+    from .dispatch.counters import stats as stats
     from .errors import (
         CacheError as CacheError,
     )
@@ -50,7 +50,7 @@ _HOMES = {
     "disable": "api",
     "is_enabled": "api",
     "explain": "explanation",
-    "stats": "counters",
+    "stats": "dispatch.counters",
     "warmup": "warming",
     "Config": "config",
     "LayoutTunerError": "errors",

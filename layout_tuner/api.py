@@ -20,11 +20,11 @@ from multiprocessing.reduction import ForkingPickler
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from . import router
 from .config import Config, disabled, forced, with_cache
+from .dispatch import router
+from .dispatch.router import Policy, Router, require_server
 from .errors import ConfigError, Faults
-from .forcing import Forced, parse
-from .router import Policy, Router, require_server
+from .spec.forcing import Forced, parse
 
 log = logging.getLogger(__name__)
 

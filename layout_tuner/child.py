@@ -14,13 +14,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
-from . import device as devices
-from .ahead import compile_ahead, units
-from .environment import environment
+from .device import driver as devices
+from .device.environment import environment
+from .dispatch.router import Router, push
 from .errors import ConfigError, DeviceLostError
-from .isolation import Answer, Request, die_with_parent
-from .router import Router, push
-from .tuner import Outcome, Runs, Trial
+from .tuning.ahead import compile_ahead, units
+from .tuning.isolation import Answer, Request, die_with_parent
+from .tuning.tuner import Outcome, Runs, Trial
 from .warming import op_of
 
 log = logging.getLogger(__name__)

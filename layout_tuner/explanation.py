@@ -14,18 +14,18 @@ import torch
 
 from layout_tuner.cache.records import DecisionRecord
 
-from . import device as devices
-from . import forcing
 from . import ops as _ops  # noqa: F401  registers every op
 from .api import forced_candidates
 from .config import Config, disabled
-from .decisions import key_of, key_record
-from .environment import environment
+from .device import driver as devices
+from .device.environment import environment
+from .dispatch.router import Router
 from .errors import ConfigError, Faults
-from .keys import Key
-from .registry import SIZES, OpSpec
-from .router import Router
-from .shapes import keys, parse_shapes
+from .spec import forcing
+from .spec.declaration import SIZES, OpSpec
+from .spec.keys import Key
+from .spec.shapes import keys, parse_shapes
+from .tuning.records import key_of, key_record
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,18 +18,18 @@ import torch
 
 from layout_tuner.cache.records import MAX_REASON, DecisionRecord, MissRecord
 
-from . import device as devices
 from . import ops as _ops  # noqa: F401  registers every op
-from . import registry
 from .config import Config, with_cache
-from .decisions import key_of, key_record
-from .environment import Environment, environment
+from .device import driver as devices
+from .device.environment import Environment, environment
+from .dispatch.router import Router, push, remove, require_server
 from .errors import ConfigError, DeviceLostError, Faults, LayoutTunerError
-from .keys import Key, bucketed
-from .registry import OpSpec
-from .router import Router, push, remove, require_server
-from .shapes import Shape, keys, load_shapes, parse_shapes
-from .tuner import CHECKING
+from .spec import declaration
+from .spec.declaration import OpSpec
+from .spec.keys import Key, bucketed
+from .spec.shapes import Shape, keys, load_shapes, parse_shapes
+from .tuning.records import key_of, key_record
+from .tuning.tuner import CHECKING
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ def warmup(
             entries = load_shapes(shapes) if isinstance(shapes, (str, os.PathLike)) else parse_shapes(rows_of(shapes))
     for name in ops or ():
         with faults.gathered():
-            registry.lookup(name)
+            declaration.lookup(name)
     with faults.gathered():
         numeric = isinstance(budget_s, numbers.Real) and not isinstance(budget_s, bool)
         if budget_s is not None and not (numeric and math.isfinite(budget_s) and budget_s > 0):
@@ -312,7 +312,7 @@ def op_of(key: Key) -> OpSpec:
     """
     library, dot, name = key.op.partition(".")
     if not dot:
-        return registry.lookup(key.op)
+        return declaration.lookup(key.op)
     rival = rival_of(name) if library == "fla" else None
     if rival is None:
         raise ConfigError(f"no op {key.op!r} here: flash-linear-attention is not installed, or has no {name}")

@@ -33,8 +33,8 @@ def _no_stray_settings(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest
 def _no_entries_left() -> Iterator[None]:
     """What a test enabled or prepared ends with it."""
     yield
-    if "layout_tuner.router" in sys.modules:
-        from layout_tuner import router
+    if "layout_tuner.dispatch.router" in sys.modules:
+        from layout_tuner.dispatch import router
 
         router.clear()
         router.current().prepared.clear()

@@ -7,14 +7,16 @@ import pytest
 import torch
 from layout_tuner.kernels import probe
 
-from layout_tuner import device as devices
-from layout_tuner import launcher, ops, registry
-from layout_tuner.inputs import given
-from layout_tuner.keys import Key
-from layout_tuner.launcher import LaunchRecord
-from layout_tuner.layouts import Layout, relayout
-from layout_tuner.prepare import Prepared
-from layout_tuner.registry import Call, Candidate, OpSpec, Problem
+from layout_tuner import ops
+from layout_tuner.device import driver as devices
+from layout_tuner.launch import launcher
+from layout_tuner.launch.launcher import LaunchRecord
+from layout_tuner.launch.prepared import Prepared
+from layout_tuner.spec import declaration
+from layout_tuner.spec.declaration import Call, Candidate, OpSpec, Problem
+from layout_tuner.spec.keys import Key
+from layout_tuner.spec.layouts import Layout, relayout
+from layout_tuner.tuning.inputs import given
 
 assert ops, "importing the ops registers them"
 
@@ -27,7 +29,7 @@ HV = 64
 LONG = {"B": 1, "T": 3 << 24, "H": 2, "HV": 64, "K": 16, "V": 16}
 MANY = {"B": 3 << 14, "T": 1024, "H": 2, "HV": 64, "K": 16, "V": 16}
 MORE = {"B": 3 << 21, "T": 512, "H": 1, "HV": 2, "K": 16, "V": 16}
-SPECS = [registry.lookup(name) for name in registry.names()]
+SPECS = [declaration.lookup(name) for name in declaration.names()]
 FAR_CASES = [
     pytest.param(spec, sizes, id=f"{spec.name}-{name}")
     for spec in SPECS
@@ -50,7 +52,7 @@ def without_memory(spec: OpSpec, key: Key) -> Call:
     """Arguments of a key, of which there are shapes and strides alone."""
     form = key.form
     BT = form.integer("BT", 64)
-    sizes = {name: getattr(key, name) for name in registry.SIZES}
+    sizes = {name: getattr(key, name) for name in declaration.SIZES}
     sizes |= {"BT": BT, "NT": -(-key.T // BT), "N": key.B}
     tensors: list[torch.Tensor | None] = []
     for operand in spec.operands:

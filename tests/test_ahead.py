@@ -16,10 +16,13 @@ SAME = """
 import sys
 import torch
 from launches import stubbed
-from layout_tuner import ahead, device, ops, registry
-from layout_tuner.inputs import synthesize
-from layout_tuner.prepare import Prepared
-from layout_tuner.registry import Problem
+from layout_tuner.tuning import ahead
+from layout_tuner.device import driver as device
+from layout_tuner import ops
+from layout_tuner.spec import declaration as registry
+from layout_tuner.tuning.inputs import synthesize
+from layout_tuner.launch.prepared import Prepared
+from layout_tuner.spec.declaration import Problem
 
 cpu = torch.device("cpu")
 for name, form, varlen in (
@@ -51,7 +54,7 @@ for name, form, varlen in (
 FAILING = """
 import logging, sys
 import torch
-from layout_tuner import ahead
+from layout_tuner.tuning import ahead
 from layout_tuner.kernels import dv_local
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, stream=sys.stdout)

@@ -10,11 +10,14 @@ import torch
 from cases import experiment_for, faults, key_for
 
 import layout_tuner
-from layout_tuner import layouts, numerics, ops, packing, reference, router
-from layout_tuner.environment import environment
+from layout_tuner import ops, reference
+from layout_tuner.device.environment import environment
+from layout_tuner.dispatch import router
 from layout_tuner.errors import UnsupportedProblemError
-from layout_tuner.layouts import Layout
-from layout_tuner.registry import lookup
+from layout_tuner.spec import layouts, packing
+from layout_tuner.spec.declaration import lookup
+from layout_tuner.spec.layouts import Layout
+from layout_tuner.tuning import numerics
 
 Tensors = dict[str, torch.Tensor]
 INPUTS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
@@ -410,7 +413,7 @@ def test_a_gate_that_comes_back_in_another_layout(device: torch.device, in_layou
 def test_only_what_is_wanted_runs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs that need no gradient cost no kernel."""
     ran: list[str] = []
-    bind = layout_tuner.launcher.bind  # type: ignore[attr-defined]
+    bind = layout_tuner.launch.launcher.bind  # type: ignore[attr-defined]
 
     def recording(kernel: object, **constants: object) -> object:
         bound = bind(kernel, **constants)
@@ -422,7 +425,7 @@ def test_only_what_is_wanted_runs(device: torch.device, monkeypatch: pytest.Monk
 
         return run
 
-    monkeypatch.setattr(layout_tuner.launcher, "bind", recording)  # type: ignore[attr-defined]
+    monkeypatch.setattr(layout_tuner.launch.launcher, "bind", recording)  # type: ignore[attr-defined]
     given = make(device, B=1, T=20, K=16, V=16)
     plain = {name: tensor.detach() for name, tensor in given.items()}
     o, _ = ops.chunk_gated_delta_rule(**plain)
@@ -605,7 +608,7 @@ def test_the_chain_runs_each_stage_in_its_stored_variant(device: torch.device) -
         asked[stage.name] = key  # type: ignore[attr-defined]
         return "sub" if stage.name == "chunk_bwd_dv_local" else None  # type: ignore[attr-defined]
 
-    from layout_tuner.registry import Problem
+    from layout_tuner.spec.declaration import Problem
 
     problem = Problem(key=experiment.key, chip=experiment.problem.chip, variant_of=variant_of)
     chain = spec.bind(problem, spec.candidates(experiment.key)[0])

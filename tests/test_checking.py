@@ -8,27 +8,28 @@ from dv_local import CANDIDATES, SPEC, key
 from timers import set_times
 
 import layout_tuner.ops  # noqa: F401  registers every op
-from layout_tuner import footprint, inputs, numerics, registry
-from layout_tuner.checking import Checker, Part, part_of, spread
 from layout_tuner.config import Measure, Tuning
-from layout_tuner.experiment import Experiment
-from layout_tuner.inputs import synthesize
-from layout_tuner.keys import Form, Key
-from layout_tuner.prepare import Prepared
-from layout_tuner.tuner import Outcome, tune
+from layout_tuner.launch.prepared import Prepared
+from layout_tuner.spec import declaration
+from layout_tuner.spec.keys import Form, Key
+from layout_tuner.tuning import inputs, memory, numerics
+from layout_tuner.tuning.checking import Checker, Part, part_of, spread
+from layout_tuner.tuning.experiment import Experiment
+from layout_tuner.tuning.inputs import synthesize
+from layout_tuner.tuning.tuner import Outcome, tune
 
 SIZES = {"B": 3, "T": 21, "H": 3, "HV": 6, "K": 16, "V": 24}
 WIDE = key(B=3, H=3, HV=6)
-OPS = registry.names()
+OPS = declaration.names()
 
 
-def small_forms(spec: registry.OpSpec) -> list[Form]:
+def small_forms(spec: declaration.OpSpec) -> list[Form]:
     """Its forms with chunks of 16, so that there are several."""
     forms = (form.changed(BT="16") if "BT" in form else form for form in spec.every_form)
     return list(dict.fromkeys(forms))[:4]
 
 
-def key_of(spec: registry.OpSpec, form: Form, varlen: bool) -> Key:
+def key_of(spec: declaration.OpSpec, form: Form, varlen: bool) -> Key:
     sizes = SIZES | {"B": 1} if varlen else SIZES
     return spec.key_for(sizes, dtype="float32", form=form, varlen=varlen)
 
@@ -36,7 +37,7 @@ def key_of(spec: registry.OpSpec, form: Form, varlen: bool) -> Key:
 @pytest.mark.parametrize("varlen", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("op", OPS)
 def test_a_part_of_the_arguments_gives_that_part_of_the_results(op: str, varlen: bool, device: torch.device) -> None:
-    spec = registry.lookup(op)
+    spec = declaration.lookup(op)
     for form in small_forms(spec):
         at = key_of(spec, form, varlen)
         call = synthesize(spec, at, device)
@@ -49,8 +50,8 @@ def test_a_part_of_the_arguments_gives_that_part_of_the_results(op: str, varlen:
             if all_of_it is None or some is None:
                 continue
             symbols = spec.shape_of(output)
-            assert output in footprint.returned(spec, at)
-            sizes = footprint.sizes_of(at) | {"N": at.B}
+            assert output in memory.returned(spec, at)
+            sizes = memory.sizes_of(at) | {"N": at.B}
             if "NT" in symbols:
                 sizes["NT"] = all_of_it.shape[1]
             if varlen:
@@ -68,7 +69,7 @@ def test_first_and_last_are_among_what_is_seen(n: int, some: int, chosen: tuple[
 
 
 def test_the_part_grows_with_the_limit_up_to_the_whole() -> None:
-    unit = footprint.oracle_bytes(SPEC, WIDE) // 9
+    unit = memory.oracle_bytes(SPEC, WIDE) // 9
     assert part_of(SPEC, WIDE, 1) == Part(rows=(2,), groups=(2,), per_group=2)
     assert part_of(SPEC, WIDE, 4 * unit) == Part(rows=(0, 2), groups=(0, 2), per_group=2)
     assert part_of(SPEC, WIDE, 9 * unit + 9).whole
@@ -78,7 +79,7 @@ def test_the_part_grows_with_the_limit_up_to_the_whole() -> None:
 
 
 def test_what_is_summed_over_the_batch_is_seen_of_every_row() -> None:
-    spec = registry.lookup("gdn_gate_bwd")
+    spec = declaration.lookup("gdn_gate_bwd")
     part = part_of(spec, key_of(spec, spec.every_form[0], False), 1)
     assert part.rows is None
     assert part.groups == (5,)
@@ -185,8 +186,8 @@ def test_identical_is_bit_by_bit(dtype: torch.dtype) -> None:
 def test_arguments_are_those_of_the_inputs(device: torch.device) -> None:
     """The estimate counts what `synthesize` makes."""
     for op in OPS:
-        spec = registry.lookup(op)
+        spec = declaration.lookup(op)
         for form in spec.every_form:
             at = replace(key_of(spec, form, False), T=64)
             call = inputs.synthesize(spec, at, device)
-            assert footprint.counts(spec, at)[0] == sum(t.numel() for t in call.tensors if t is not None)
+            assert memory.counts(spec, at)[0] == sum(t.numel() for t in call.tensors if t is not None)

@@ -15,16 +15,16 @@ import torch
 from command import TUNER, Result, finish, rows, run_here, shape, shapes_file, start, wait_for_rows
 from dv_local import CANDIDATES, FORM, SPEC, key
 from layout_tuner.cache.faults import Fault, StoreError
+from layout_tuner.cache.places.opening import open_store
 from layout_tuner.cache.records import DecisionRecord, EnvironmentRecord, MeasurementRecord
-from layout_tuner.cache.store import open_store
 from timers import set_times
 
 import layout_tuner
 from layout_tuner import warming
-from layout_tuner.decisions import key_record
-from layout_tuner.environment import environment
+from layout_tuner.device.environment import environment
+from layout_tuner.dispatch.router import Router
 from layout_tuner.errors import REFUSAL, ConfigError, TuningError, UnsupportedProblemError
-from layout_tuner.router import Router
+from layout_tuner.tuning.records import key_record
 
 WINNER = "full/g=T_CONTIG"
 SLOW = shape(T=20_000)  # minutes in the interpreter

@@ -14,7 +14,7 @@ import pytest
 from cache_records import Make
 from command import TUNER, Result, run_here
 from layout_tuner.cache.faults import Fault, StoreError
-from layout_tuner.cache.file import Store
+from layout_tuner.cache.sqlite.file import Store
 
 import layout_tuner.cli
 from layout_tuner.errors import ConfigError

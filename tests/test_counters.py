@@ -11,16 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 from dv_local import CANDIDATES, SPEC, arguments, dv_local, key
-from layout_tuner.cache.store import Store
+from layout_tuner.cache.places.opening import Store
 from timers import set_times
 
 import layout_tuner
-from layout_tuner import counters, misses, ops, router
+from layout_tuner import ops
 from layout_tuner.config import Config
-from layout_tuner.environment import environment
+from layout_tuner.device.environment import environment
+from layout_tuner.dispatch import counters, misses, router
+from layout_tuner.dispatch.router import Router
 from layout_tuner.integrations import takeover
-from layout_tuner.measure import Interval
-from layout_tuner.router import Router
+from layout_tuner.tuning.timing import Interval
 
 SECOND = "sub/g=T_CONTIG"
 TIMES = {name: 2.0 if name == SECOND else 10.0 for name in CANDIDATES}
@@ -118,7 +119,7 @@ def test_fallbacks_have_reasons(config: Config, device: torch.device, monkeypatc
     few = config.model_copy(update={"keys": config.keys.model_copy(update={"max_keys": 1})})
     with Scope(Router(few, on_miss="tune", timer=set_times(TIMES))):
         with monkeypatch.context() as patched:
-            patched.setattr("layout_tuner.device.capturing", lambda device: True)
+            patched.setattr("layout_tuner.device.driver.capturing", lambda device: True)
             dv_local(given)
             dv_local(given)
         dv_local(given)
@@ -172,7 +173,7 @@ def test_calls_left_to_another_library_are_in_it(monkeypatch: pytest.MonkeyPatch
 
 
 def test_one_line_for_each_decision(config: Config, device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="layout_tuner.router")
+    caplog.set_level(logging.INFO, logger="layout_tuner.dispatch.router")
     given = arguments(device)
     with Scope(Router(config, on_miss="tune", timer=set_times(TIMES))):
         dv_local(given)
@@ -242,7 +243,7 @@ CHILD = """
 import os, sys
 sys.path.insert(0, {support!r})
 import torch, layout_tuner
-from layout_tuner import misses
+from layout_tuner.dispatch import misses
 from dv_local import arguments, dv_local
 misses.PAUSE_S = 60.0
 given = arguments(torch.device({device!r}))

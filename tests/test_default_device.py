@@ -8,9 +8,12 @@ import pytest
 import torch
 from cases import experiment_for, faults, key_for
 
-from layout_tuner import device as devices
-from layout_tuner import fitting, inputs, ops, registry
-from layout_tuner.keys import Key
+from layout_tuner import ops
+from layout_tuner.device import driver as devices
+from layout_tuner.launch import guards
+from layout_tuner.spec import declaration
+from layout_tuner.spec.keys import Key
+from layout_tuner.tuning import inputs
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted([*(ROOT / "layout_tuner").rglob("*.py"), *(ROOT / "bench").glob("*.py")])
@@ -97,7 +100,7 @@ def test_a_packed_step_is_the_same(wanted: list[torch.Tensor], other_defaults: N
 
 @pytest.mark.parametrize("op", ["chunk_local_cumsum", "solve_tril", "chunk_bwd_dv_local"])
 def test_candidates_are_checked_alike(op: str, other_defaults: None, device: torch.device) -> None:
-    spec = registry.lookup(op)
+    spec = declaration.lookup(op)
     key: Key = key_for(spec, next(iter(spec.forms.values())), varlen=True, B=1, T=40, K=16, V=16)
     call = inputs.synthesize(spec, key, device)
     assert call.cu_seqlens is not None and call.cu_seqlens.device.type == device.type
@@ -105,6 +108,6 @@ def test_candidates_are_checked_alike(op: str, other_defaults: None, device: tor
 
 
 def test_what_a_process_asks_itself_once_is_answered_alike(other_defaults: None) -> None:
-    assert fitting.guards_work.__wrapped__() == fitting.guards_work()
+    assert guards.guards_work.__wrapped__() == guards.guards_work()
     if devices.interpreting():
         assert devices.interpreter_is_right.__wrapped__()

@@ -10,9 +10,10 @@ import torch
 from cases import experiment_for, faults
 from dv_local import BT, SPEC, arguments, assert_right, dv_local
 
-from layout_tuner import layouts, ops, reference
+from layout_tuner import ops, reference
 from layout_tuner.errors import UnsupportedProblemError
-from layout_tuner.layouts import Layout, arrival, relayout
+from layout_tuner.spec import layouts
+from layout_tuner.spec.layouts import Layout, arrival, relayout
 
 
 @pytest.fixture

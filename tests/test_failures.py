@@ -8,7 +8,7 @@ from compilers import compiler_error
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import InterpreterError, OutOfResources, PTXASError
 
-from layout_tuner.failures import classify, fatal, first_line
+from layout_tuner.device.failures import classify, fatal, first_line
 
 SOURCE = "build/CMakeFiles/torch_npu.dir/compiler_depend.ts"
 SYNCHRONIZE = (

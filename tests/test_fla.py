@@ -21,10 +21,13 @@ import torch
 from timers import set_times
 
 import layout_tuner
-from layout_tuner import errors, inputs, integrations, keys, reference, registry, router
-from layout_tuner.experiment import Experiment, as_tuple
+from layout_tuner import errors, integrations, reference
+from layout_tuner.dispatch import router
 from layout_tuner.integrations import fla, rivalry, takeover
-from layout_tuner.ops import gated_delta_rule
+from layout_tuner.ops.gated_delta_rule import chain
+from layout_tuner.spec import declaration, keys
+from layout_tuner.tuning import inputs
+from layout_tuner.tuning.experiment import Experiment, as_tuple
 
 INSTALLED = importlib.util.find_spec("fla") is not None
 needs_fla = pytest.mark.skipif(not INSTALLED, reason="flash-linear-attention is not installed: pip install -e '.[fla]'")
@@ -110,9 +113,9 @@ def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
 
 def kernel_call(
     op: str, device: torch.device, form: str = "", varlen: bool = False
-) -> tuple[registry.OpSpec, keys.Key, dict[str, object]]:
+) -> tuple[declaration.OpSpec, keys.Key, dict[str, object]]:
     """Small arguments of a kernel op by name, as the library's function takes them."""
-    spec = registry.lookup(op)
+    spec = declaration.lookup(op)
     wanted = keys.Form.parse(form) if form else spec.standard_forms["training"].changed(BT="16")
     sizes = SIZES | dict(B=1, T=40) if varlen else SIZES
     key = spec.key_for(sizes, dtype="float32", form=wanted, varlen=varlen)
@@ -563,7 +566,7 @@ def test_calls_of_our_own_ops_do_not_meet_the_rival(device: torch.device, monkey
     rival_of_dv_local(monkeypatch)
     spec, key, _ = kernel_call("chunk_bwd_dv_local", device)
     assert "fla" not in {candidate.variant for candidate in spec.candidates(key)}
-    assert not [name for name in registry.names() if name.startswith("fla")]
+    assert not [name for name in declaration.names() if name.startswith("fla")]
 
 
 @needs_fla
@@ -583,7 +586,7 @@ def test_a_library_that_cannot_run_a_key_leaves_it_to_us(
 
 
 def test_a_rivalry_runs_forward_and_backward_through_the_public_functions(device: torch.device) -> None:
-    spec = gated_delta_rule.SPEC
+    spec = chain.SPEC
     rival = rivalry.rivalry(
         spec,
         layout_tuner.ops.chunk_gated_delta_rule,

@@ -23,7 +23,8 @@ import pytest
 import torch
 
 import layout_tuner
-from layout_tuner import Config, reference, router
+from layout_tuner import Config, reference
+from layout_tuner.dispatch import router
 from layout_tuner.integrations import fla, takeover
 
 pytestmark = [

@@ -5,18 +5,19 @@ from pathlib import Path
 import pytest
 import torch
 from dv_local import CANDIDATES, SPEC, arguments, assert_right, dv_local, key
-from layout_tuner.cache.pins import write_pins
+from layout_tuner.cache.sharing.pins import write_pins
 from timers import set_times
 
 import layout_tuner
-from layout_tuner import device as devices
-from layout_tuner import forcing, registry, router
 from layout_tuner.config import Config
+from layout_tuner.device import driver as devices
+from layout_tuner.dispatch import router
+from layout_tuner.dispatch.router import Router
 from layout_tuner.errors import ConfigError
-from layout_tuner.router import Router
+from layout_tuner.spec import declaration, forcing
 
 LAST = "sub/g=T_CONTIG"
-DQKWG = registry.lookup("chunk_bwd_dqkwg")
+DQKWG = declaration.lookup("chunk_bwd_dqkwg")
 
 
 @pytest.fixture
@@ -99,7 +100,7 @@ def test_a_key_without_the_forced_candidate_runs_what_it_would_and_says_so(
     config: Config, device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = arguments(device)
-    given["g"] = layout_tuner.layouts.relayout(given["g"], layout_tuner.layouts.Layout.T_CONTIG)
+    given["g"] = layout_tuner.spec.layouts.relayout(given["g"], layout_tuner.spec.layouts.Layout.T_CONTIG)
     monkeypatch.setenv("LAYOUT_TUNER_FORCE", f"{SPEC.name}=sub/g=STRIDE_HV")
     with layout_tuner.enable(config, on_miss="default"):
         assert_right(dv_local(given), given)

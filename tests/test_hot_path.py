@@ -19,18 +19,20 @@ import torch
 import triton
 from dv_local import BT, SPEC, arguments, dv_local, key
 from launches import Triton, compilable, stubbed
-from layout_tuner.cache.store import Store
+from layout_tuner.cache.places.opening import Store
 from layout_tuner.kernels import dv_local as kernels
 
 import layout_tuner.ops
-from layout_tuner import device as devices
-from layout_tuner import fitting, layouts, registry, router
 from layout_tuner.config import Config
-from layout_tuner.keys import bucket
-from layout_tuner.layouts import Layout
+from layout_tuner.device import driver as devices
+from layout_tuner.dispatch import router
+from layout_tuner.dispatch.router import Router
+from layout_tuner.launch import guards
+from layout_tuner.launch.prepared import Prepared
 from layout_tuner.ops import dv_local as op
-from layout_tuner.prepare import Prepared
-from layout_tuner.router import Router
+from layout_tuner.spec import declaration, layouts
+from layout_tuner.spec.keys import bucket
+from layout_tuner.spec.layouts import Layout
 
 FILES = re.compile(r"^(?:\d+ +)?(open|openat|stat|lstat|newfstatat|statx|access|faccessat2?|readlink|unlink|rename)\(")
 HITS = """
@@ -199,12 +201,12 @@ def test_a_call_that_differs_does_not_fit(form: str, place: int, change: str, gu
     def split(these: list[Any]) -> tuple[Any, ...]:
         return (*these[:4], None, None), options, *these[4:]
 
-    known = fitting.signature(SPEC, *split(whole))
-    fits = fitting.fitting(known, fitting.guard(whole[:4]) if guarded else None)
+    known = guards.signature(SPEC, *split(whole))
+    fits = guards.fitting(known, guards.guard(whole[:4]) if guarded else None)
     assert fits(*split(whole))
     assert fits(*split([None if x is None else x.clone() for x in whole]))
     assert not fits(*split(changed))
-    assert fitting.signature(SPEC, *split(changed)) != known
+    assert guards.signature(SPEC, *split(changed)) != known
     assert not fits((*whole[:4], None, torch.zeros(1)), options, *whole[4:])
     assert not fits((*whole[:4], None, None), (BT * 2,), *whole[4:])
 
@@ -212,19 +214,19 @@ def test_a_call_that_differs_does_not_fit(form: str, place: int, change: str, gu
 @pytest.mark.parametrize("value", [16.0, True, "16", None, [16], torch.tensor(16)], ids=str)
 def test_an_option_of_another_type_does_not_fit(value: object) -> None:
     operands = (*calls()["dense"][:4], None, None)
-    known = fitting.signature(SPEC, operands, (16,), None, None)
-    fits = fitting.fitting(known)
+    known = guards.signature(SPEC, operands, (16,), None, None)
+    fits = guards.fitting(known)
     assert fits(operands, (int("16"),), None, None)
     assert not fits(operands, (value,), None, None)
-    assert fitting.signature(SPEC, operands, (value,), None, None) != known
+    assert guards.signature(SPEC, operands, (value,), None, None) != known
 
 
 @pytest.mark.parametrize("value", [1, True, "1", torch.tensor(1.0), [1.0]], ids=str)
 def test_a_number_that_is_no_float_is_not_launched_at_once(value: object) -> None:
     operands = (*calls()["dense"][:4], None, None)
-    known = fitting.signature(SPEC, operands, (16,), None, None)
+    known = guards.signature(SPEC, operands, (16,), None, None)
     launched = []
-    run = fitting.running(known, None, lambda *given: launched.append(given) or (), 1, spread=True)
+    run = guards.running(known, None, lambda *given: launched.append(given) or (), 1, spread=True)
     assert run(operands, (16,), (value,), None, None) is None
     assert not launched
     for scale in (None, 0.5):
@@ -234,25 +236,25 @@ def test_a_number_that_is_no_float_is_not_launched_at_once(value: object) -> Non
 
 def test_torchs_guards_refuse_no_call_that_fits() -> None:
     """What they refuse beyond what has to be refused is compared in Python."""
-    assert fitting.guards_work()
+    assert guards.guards_work()
     operands = (*calls()["dense"][:4], None, None)
-    check = fitting.guard(operands)
+    check = guards.guard(operands)
     assert check is not None
     q, k, do, g = operands[:4]
-    fits = fitting.fitting(fitting.signature(SPEC, operands, (16,), None, None), check)
+    fits = guards.fitting(guards.signature(SPEC, operands, (16,), None, None), check)
     odd = g.as_strided(g.shape, (999, 4, 1))  # B == 1
     for other in ((q, q, do, g), (q.clone().requires_grad_(), k, do, g), (q, k, do, odd)):
         assert not check(*other)
         assert fits((*other, None, None), (16,), None, None)
     with torch.inference_mode():
         assert fits(operands, (16,), None, None)
-    assert fitting.guard((q, q, do, g)) is None
+    assert guards.guard((q, q, do, g)) is None
     with torch.no_grad():
         assert check(*operands[:4])
 
 
 def test_without_torchs_guards_python_compares(enabled: Router, silent: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting, "guards_work", lambda: False)
+    monkeypatch.setattr(guards, "guards_work", lambda: False)
     given = arguments(torch.device("cpu"))
     for _ in range(3):
         dv_local(given)
@@ -263,7 +265,7 @@ def test_without_torchs_guards_python_compares(enabled: Router, silent: None, mo
 
 def test_layouts_of_size_one_dimensions_fit_whatever_their_strides() -> None:
     q, k, do, g, *_ = calls()["dense"]
-    fits = fitting.fitting(fitting.signature(SPEC, (q, k, do, g, None, None), (BT,), None, None))
+    fits = guards.fitting(guards.signature(SPEC, (q, k, do, g, None, None), (BT,), None, None))
     odd = g.as_strided(g.shape, (999, 4, 1))  # B == 1
     assert layouts.arrival(odd) is Layout.STRIDE_HV
     assert fits((q, k, do, odd, None, None), (BT,), None, None)
@@ -445,6 +447,6 @@ def test_a_fork_while_a_thread_tunes(enabled: Router, silent: None, forked: bool
 
 def test_every_op_has_one_row_counts_declared() -> None:
     """An op with a state for each sequence is checked for the number of sequences at every call."""
-    found = {name for name in registry.names() if fitting.counts_matter(registry.lookup(name))}
+    found = {name for name in declaration.names() if guards.counts_matter(declaration.lookup(name))}
     assert "chunk_bwd_dv_local" not in found
     assert {"chunk_gated_delta_rule", "chunk_gated_delta_rule_fwd_h", "chunk_fwd_o"} <= found

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layout_tuner.errors import ConfigError
-from layout_tuner.keys import Form, bucket, bucketed
-from layout_tuner.layouts import Layout
+from layout_tuner.spec.keys import Form, bucket, bucketed
+from layout_tuner.spec.layouts import Layout
 
 WORDS = st.text("abcXYZ_019", min_size=1, max_size=6)
 ENTRIES = st.dictionaries(WORDS, st.one_of(WORDS, st.sampled_from(["float32@T_CONTIG", "bfloat16@OTHER"])), max_size=5)

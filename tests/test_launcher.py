@@ -14,12 +14,12 @@ from dv_local import SPEC
 from layout_tuner.kernels import dv_local as kernels
 from triton.runtime.errors import PTXASError
 
-from layout_tuner import launcher
-from layout_tuner.device import Chip
+from layout_tuner.device.driver import Chip
 from layout_tuner.errors import REFUSAL
-from layout_tuner.inputs import synthesize
-from layout_tuner.prepare import Prepared
-from layout_tuner.registry import Problem
+from layout_tuner.launch import launcher
+from layout_tuner.launch.prepared import Prepared
+from layout_tuner.spec.declaration import Problem
+from layout_tuner.tuning.inputs import synthesize
 
 ROOT = Path(__file__).parents[1]
 SOURCES = [path for folder in ("layout_tuner", "kernels", "cache", "bench") for path in (ROOT / folder).rglob("*.py")]
@@ -203,4 +203,4 @@ def test_every_launch_goes_through_the_launcher() -> None:
         and isinstance(node.func.slice, ast.Tuple)
         and path.parts[-2] != "bench"
     }
-    assert found == {"layout_tuner/launcher.py", "layout_tuner/device.py"}
+    assert found == {"layout_tuner/launch/launcher.py", "layout_tuner/device/driver.py"}

@@ -19,8 +19,8 @@ from launches import CONSTANTS, STREAM, Triton, compilable, shifted, stubbed, wa
 from layout_tuner.kernels import dv_local as kernels
 from triton.runtime import jit
 
-from layout_tuner import device as devices
-from layout_tuner import direct, launcher
+from layout_tuner.device import driver as devices
+from layout_tuner.launch import direct, launcher
 
 NUMBERS = {"T", "NT", "N", "rows", "ROW_BLOCKS", "TASKS"}
 
@@ -278,7 +278,7 @@ def test_another_triton_launches_by_its_own_path_and_says_so_once(
 ) -> None:
     monkeypatch.setattr(devices, "triton_distribution", lambda: distribution)
     monkeypatch.setattr(devices, "launch_target", lambda: target)
-    caplog.set_level(logging.INFO, logger="layout_tuner.direct")
+    caplog.set_level(logging.INFO, logger="layout_tuner.launch.direct")
     for constants in (CONSTANTS, CONSTANTS | {"BV": 32}):
         for _ in range(3):
             launcher.bind(kernel, **constants)(1, *arguments())
@@ -292,7 +292,7 @@ def test_the_interpreter_is_said_once(caplog: pytest.LogCaptureFixture, device: 
     if device.type != "cpu":
         pytest.skip("kernels are compiled")
     direct.say_interpreted.cache_clear()
-    caplog.set_level(logging.INFO, logger="layout_tuner.direct")
+    caplog.set_level(logging.INFO, logger="layout_tuner.launch.direct")
     for _ in range(2):
         launcher.bind(kernels.chunk_bwd_dv_local_full, **CONSTANTS)(1, *arguments())
     assert len(caplog.records) == 1

@@ -10,7 +10,8 @@ import triton
 from launches import CONSTANTS, shifted
 from layout_tuner.kernels import dv_local as kernels
 
-from layout_tuner import direct, launcher, ops, reference
+from layout_tuner import ops, reference
+from layout_tuner.launch import direct, launcher
 
 pytestmark = pytest.mark.gpu
 

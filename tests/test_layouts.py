@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from layout_tuner import layouts
-from layout_tuner.layouts import Layout, LayoutPlan, arrival, in_layout, must_move, relayout
+from layout_tuner.spec import layouts
+from layout_tuner.spec.layouts import Layout, LayoutPlan, arrival, in_layout, must_move, relayout
 
 B, T, HV = 2, 5, 3
 

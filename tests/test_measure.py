@@ -7,7 +7,7 @@ import pytest
 import torch
 from timers import Named, SetTimer, noisy_times, set_times
 
-from layout_tuner.measure import (
+from layout_tuner.tuning.timing import (
     MOST_HOLD_US,
     EventTimer,
     HostTimer,
@@ -151,7 +151,7 @@ class Event:
 
 
 def test_a_device_that_does_not_come_back_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("layout_tuner.device.event", lambda device: Event())
+    monkeypatch.setattr("layout_tuner.device.driver.event", lambda device: Event())
     monkeypatch.setattr(Event, "comes", True)
     timer = EventTimer(torch.device("cpu"), patience_s=0.1)
 
@@ -225,9 +225,9 @@ class QueuedEvent:
 
 
 def queued_timer(queue: Queue, monkeypatch: pytest.MonkeyPatch, **named: object) -> EventTimer:
-    monkeypatch.setattr("layout_tuner.measure.time", queue)
-    monkeypatch.setattr("layout_tuner.device.event", queue.event)
-    monkeypatch.setattr("layout_tuner.device.synchronize", lambda device: queue.sleep(1.0))
+    monkeypatch.setattr("layout_tuner.tuning.timing.time", queue)
+    monkeypatch.setattr("layout_tuner.device.driver.event", queue.event)
+    monkeypatch.setattr("layout_tuner.device.driver.synchronize", lambda device: queue.sleep(1.0))
     with monkeypatch.context() as patched:
         patched.setattr(torch, "empty", lambda *size, **named: queue)
         return EventTimer(torch.device("cpu"), **named)

@@ -11,13 +11,16 @@ import numpy
 import pytest
 import torch
 
-from layout_tuner import ops, packing
+from layout_tuner import ops
+from layout_tuner.spec import packing
 
 # Another thread holds a lock, and intercepts launches, while this one forks.
 FORK = """
 import os, signal, threading
 import torch
-from layout_tuner import launcher, ops, packing
+from layout_tuner.launch import launcher
+from layout_tuner import ops
+from layout_tuner.spec import packing
 from layout_tuner.integrations import fla
 
 locks = {"packing": packing._lock, "launcher": launcher._interceptors_lock, "fla": fla._lock}
@@ -57,7 +60,7 @@ assert not launcher.intercepted()
 
 OWN = """
 import os
-from layout_tuner import launcher
+from layout_tuner.launch import launcher
 
 with launcher.recording(), launcher.recording():
     pid = os.fork()

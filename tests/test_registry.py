@@ -7,12 +7,12 @@ import pytest
 import torch
 from dv_local import CANDIDATES, SPEC
 
-from layout_tuner import registry
-from layout_tuner.device import Chip
+from layout_tuner.device.driver import Chip
 from layout_tuner.errors import ConfigError, UnsupportedProblemError
-from layout_tuner.inputs import synthesize
-from layout_tuner.layouts import relayout
-from layout_tuner.registry import Call
+from layout_tuner.spec import declaration
+from layout_tuner.spec.declaration import Call
+from layout_tuner.spec.layouts import relayout
+from layout_tuner.tuning.inputs import synthesize
 
 CPU = torch.device("cpu")
 CHIPS = {kind: Chip(kind=kind, name=kind, cube_programs=4, vector_programs=8) for kind in ("npu", "cuda", "cpu")}
@@ -32,9 +32,9 @@ def complaint(**named: object) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", registry.names())
+@pytest.mark.parametrize("name", declaration.names())
 def test_synthetic_calls_have_the_key_they_were_made_from(name: str) -> None:
-    spec = registry.lookup(name)
+    spec = declaration.lookup(name)
     for form in spec.every_form:
         for varlen in (False, True):
             sizes = {"B": 1 if varlen else 2, "T": 70, "H": 2, "HV": 4, "K": 8, "V": 12}
@@ -114,7 +114,7 @@ def test_the_key_holds_what_changes_the_work() -> None:
     base = SPEC.key(call())
     assert base == dv_local.key()
     g = torch.zeros(1, 20, 2)
-    assert SPEC.key(call(g=relayout(g, registry.Layout.T_CONTIG))).form.text == "BT=16,g=float32@T_CONTIG"
+    assert SPEC.key(call(g=relayout(g, declaration.Layout.T_CONTIG))).form.text == "BT=16,g=float32@T_CONTIG"
     assert SPEC.key(call(g=torch.zeros(1, 20, 4)[..., ::2])).form.text == "BT=16,g=float32@OTHER"
     assert SPEC.key(call(g=g.half())).form.text == "BT=16,g=float16@STRIDE_HV"
     assert SPEC.key(call(g=None)).form.text == "BT=16"
@@ -152,8 +152,8 @@ def test_one_head_or_one_token_is_nothing_to_choose(sizes: dict[str, int]) -> No
 def test_groups_share_a_layout() -> None:
     paired = replace(
         SPEC,
-        operands=(*SPEC.operands, registry.Operand(name="beta", dims="B T HV", time_axis=True)),
-        outputs=(*SPEC.outputs, registry.Output(name="dg", time_axis=True, needs="g")),
+        operands=(*SPEC.operands, declaration.Operand(name="beta", dims="B T HV", time_axis=True)),
+        outputs=(*SPEC.outputs, declaration.Output(name="dg", time_axis=True, needs="g")),
         layout_groups=(("g", "beta"), ("dg",)),
     )
     form = "BT=16,beta=float32@STRIDE_HV,g=float32@STRIDE_HV"
@@ -172,8 +172,8 @@ def test_default_of_a_chip(kind: str, layout: str) -> None:
 
 
 def test_default_is_always_a_candidate() -> None:
-    for name in registry.names():
-        spec = registry.lookup(name)
+    for name in declaration.names():
+        spec = declaration.lookup(name)
         for form in spec.every_form:
             for sizes in ({}, {"HV": 1}, {"T": 1}):
                 key = replace(dv_local.key(form, **sizes), op=name)
@@ -189,7 +189,7 @@ def test_default_variant_of_a_chip() -> None:
 
 def test_a_name_is_taken_once() -> None:
     with pytest.raises(ValueError, match=r"'chunk_bwd_dv_local' is registered already"):
-        registry.register(SPEC)
+        declaration.register(SPEC)
 
 
 def test_a_declaration_that_cannot_be_used_is_refused_with_every_reason() -> None:
@@ -198,15 +198,15 @@ def test_a_declaration_that_cannot_be_used_is_refused_with_every_reason() -> Non
         name="wrong",
         operands=(
             *SPEC.operands,
-            registry.Operand(name="late", dims="B HV T", time_axis=True),
-            registry.Operand(name="deep", dims="B T HV K V", time_axis=True),
-            registry.Operand(name="odd", dims="B T X"),
+            declaration.Operand(name="late", dims="B HV T", time_axis=True),
+            declaration.Operand(name="deep", dims="B T HV K V", time_axis=True),
+            declaration.Operand(name="odd", dims="B T X"),
         ),
-        outputs=(*SPEC.outputs, registry.Output(name="nothing")),
+        outputs=(*SPEC.outputs, declaration.Output(name="nothing")),
         layout_groups=(("g", "late", "q"),),
     )
     with pytest.raises(ValueError, match=r"^wrong: ") as caught:
-        registry.register(wrong)
+        declaration.register(wrong)
     for part in (
         "late: a time axis is 'B T HV' and at most one size of channels, got 'B HV T'",
         "deep: a time axis is 'B T HV' and at most one size of channels, got 'B T HV K V'",
@@ -216,16 +216,16 @@ def test_a_declaration_that_cannot_be_used_is_refused_with_every_reason() -> Non
         "deep: a time-axis tensor in no layout group",
     ):
         assert part in str(caught.value)
-    assert "wrong" not in registry.names()
+    assert "wrong" not in declaration.names()
 
 
-def channels() -> registry.OpSpec:
+def channels() -> declaration.OpSpec:
     """The op with a gate for each channel of K beside its own."""
     return replace(
         SPEC,
         operands=(
             *SPEC.operands,
-            registry.Operand(name="gk", dims="B T HV K", time_axis=True, fill="cumulative_decay"),
+            declaration.Operand(name="gk", dims="B T HV K", time_axis=True, fill="cumulative_decay"),
         ),
         layout_groups=(("g",), ("gk",)),
     )
@@ -247,10 +247,10 @@ def test_arguments_of_a_gate_for_each_channel_have_the_key_they_were_made_for(la
 
 def test_unknown_op_lists_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"no op 'nothing' \(there are .*chunk_bwd_dv_local"):
-        registry.lookup("nothing")
+        declaration.lookup("nothing")
 
 
 def test_revision_is_of_the_device_sources() -> None:
-    assert SPEC.revision == registry.source_revision(("dv_local",))
-    assert SPEC.revision != registry.source_revision(("fwd_o",))
+    assert SPEC.revision == declaration.source_revision(("dv_local",))
+    assert SPEC.revision != declaration.source_revision(("fwd_o",))
     assert len({candidate.revision for candidate in SPEC.candidates(dv_local.key())}) == 1

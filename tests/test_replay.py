@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from launches import Triton, compilable, shifted, stubbed
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layout_tuner import device as devices
-from layout_tuner import launcher, ops, router
-from layout_tuner.layouts import Layout, relayout
-from layout_tuner.ops import replay
+from layout_tuner import ops
+from layout_tuner.device import driver as devices
+from layout_tuner.dispatch import router
+from layout_tuner.launch import launcher, replay
+from layout_tuner.spec.layouts import Layout, relayout
 
 TYPES = {"fp32": torch.float32, "fp16": torch.float16, "i32": torch.int32, "i64": torch.int64}
 LAYER = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_gate_in_kernel": True}

@@ -5,8 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from layout_tuner import launcher, ops, router
-from layout_tuner.ops import replay
+from layout_tuner import ops
+from layout_tuner.dispatch import router
+from layout_tuner.launch import launcher, replay
 
 pytestmark = pytest.mark.gpu
 

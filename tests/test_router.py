@@ -23,21 +23,24 @@ import pytest
 import torch
 from cases import key_for
 from dv_local import CANDIDATES, SPEC, arguments, assert_right, dv_local, key
-from layout_tuner.cache.pins import write_pins
-from layout_tuner.cache.store import Store
+from layout_tuner.cache.places.opening import Store
+from layout_tuner.cache.sharing.pins import write_pins
 from layout_tuner.kernels import dv_local as kernels
 from timers import SetTimer, set_times
 from triton.runtime.errors import OutOfResources, PTXASError
 
 import layout_tuner
-from layout_tuner import device as devices
-from layout_tuner import inputs, launcher, registry, router
 from layout_tuner.config import Config
-from layout_tuner.environment import environment
+from layout_tuner.device import driver as devices
+from layout_tuner.device.environment import environment
+from layout_tuner.dispatch import router
+from layout_tuner.dispatch.router import Router
 from layout_tuner.errors import CacheError, ConfigError, TuningError, UnsupportedProblemError
-from layout_tuner.layouts import Layout, relayout
-from layout_tuner.router import Router
-from layout_tuner.tuner import Outcome
+from layout_tuner.launch import launcher
+from layout_tuner.spec import declaration
+from layout_tuner.spec.layouts import Layout, relayout
+from layout_tuner.tuning import inputs
+from layout_tuner.tuning.tuner import Outcome
 
 SECOND = "sub/g=T_CONTIG"
 SECOND_WINS = {name: 2.0 if name == SECOND else 10.0 for name in CANDIDATES}
@@ -413,7 +416,7 @@ def test_tuning_on_a_miss_uses_the_winner_and_stores_it(
     config: Config, file: Path, device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = arguments(device)
-    caplog.set_level(logging.INFO, logger="layout_tuner.router")
+    caplog.set_level(logging.INFO, logger="layout_tuner.dispatch.router")
     with entered(tuning(config)) as made:
         assert_right(dv_local(given), given)
         assert ran(made) == [SECOND]
@@ -472,7 +475,7 @@ def test_nothing_to_choose_is_never_tuned_and_copies_nothing(
     config: Config, device: torch.device, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = arguments(device, **sizes)
-    monkeypatch.setattr("layout_tuner.layouts.relayout", lambda *_: pytest.fail("copied"))
+    monkeypatch.setattr("layout_tuner.spec.layouts.relayout", lambda *_: pytest.fail("copied"))
     with entered(Router(config, on_miss="error", timer=NeverTimed())) as made:
         assert_right(dv_local(given), given)
         assert made._store is None
@@ -558,7 +561,7 @@ def test_a_second_process_uses_the_stored_decision(config: Config, file: Path, d
 import sys
 sys.path.insert(0, {str(Path(__file__).parent / "support")!r})
 import torch, layout_tuner
-from layout_tuner import router
+from layout_tuner.dispatch import router
 from dv_local import arguments, dv_local
 with layout_tuner.enable(cache={str(file)!r}, on_miss="error"):
     dv_local(arguments(torch.device({str(device)!r})))
@@ -830,17 +833,17 @@ def test_tuning_is_on_synthetic_arguments(config: Config, device: torch.device) 
 
 def named(name: str) -> dict[str, object]:
     """Arguments of a public op, right ones."""
-    spec = registry.lookup(name)
+    spec = declaration.lookup(name)
     form = next(form for form in spec.every_form if "OTHER" not in form)
     call = inputs.synthesize(spec, key_for(spec, form, B=1, T=20, K=16, V=16), "cpu")
     taken = inspect.signature(getattr(layout_tuner.ops, name)).parameters
     return {name: value for name, value in spec.arguments(call).items() if name in taken}
 
 
-@pytest.mark.parametrize("name", registry.names())
+@pytest.mark.parametrize("name", declaration.names())
 def test_every_argument_of_a_wrong_type_is_named_by_one_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router.Router, "prepare", lambda *_: pytest.fail("prepared"))
-    spec, op, given = registry.lookup(name), getattr(layout_tuner.ops, name), named(name)
+    spec, op, given = declaration.lookup(name), getattr(layout_tuner.ops, name), named(name)
     optional = {operand.name for operand in spec.operands if operand.optional}
     for argument, value in given.items():
         wrong: list[object] = [[1.0], 1.5, torch.zeros(3).numpy()]

@@ -14,15 +14,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from layout_tuner import inputs, ops, packing, registry, router
+from layout_tuner import ops
 from layout_tuner.config import Config
-from layout_tuner.device import mend_interpreter
+from layout_tuner.device.driver import mend_interpreter
+from layout_tuner.dispatch import router
+from layout_tuner.dispatch.router import Router
 from layout_tuner.ops import chunk_gated_delta_rule, chunk_gated_delta_rule_fwd_intra, chunk_local_cumsum
-from layout_tuner.registry import OpSpec
-from layout_tuner.router import Router
+from layout_tuner.spec import declaration, packing
+from layout_tuner.spec.declaration import OpSpec
+from layout_tuner.tuning import inputs
 
 Tensors = list[torch.Tensor]
-OPS = [registry.lookup(name) for name in registry.names() if "." not in name]
+OPS = [declaration.lookup(name) for name in declaration.names() if "." not in name]
 chain = functools.partial(chunk_gated_delta_rule, chunk_size=16)
 cumsum = functools.partial(chunk_local_cumsum, chunk_size=16)
 

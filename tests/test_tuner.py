@@ -14,13 +14,13 @@ from timers import RIGHT, WRONG, Named, SetTimer, name_of, noisy_times, set_time
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from layout_tuner.config import Measure, Tuning
-from layout_tuner.decisions import measurement_record
 from layout_tuner.errors import DeviceLostError, TuningError
-from layout_tuner.experiment import as_tuple
-from layout_tuner.measure import RunError
-from layout_tuner.numerics import error
-from layout_tuner.tuner import Check, Measurement, Outcome, Runs, Trial, tune
-from layout_tuner.watchdog import left_behind, run_within
+from layout_tuner.tuning.deadline import left_behind, run_within
+from layout_tuner.tuning.experiment import as_tuple
+from layout_tuner.tuning.numerics import error
+from layout_tuner.tuning.records import measurement_record
+from layout_tuner.tuning.timing import RunError
+from layout_tuner.tuning.tuner import Check, Measurement, Outcome, Runs, Trial, tune
 
 MEASURE = Measure(warmup_rounds=1, min_rounds=15, max_rounds=15)
 DEFAULT = "a"

@@ -13,14 +13,15 @@ from layout_tuner.cache.records import MeasurementRecord
 from timers import set_times
 
 import layout_tuner
-from layout_tuner import router, warming
+from layout_tuner import warming
 from layout_tuner.config import Config
-from layout_tuner.decisions import key_record
+from layout_tuner.dispatch import router
+from layout_tuner.dispatch.router import Router
 from layout_tuner.errors import ConfigError, DeviceLostError, TuningError
 from layout_tuner.integrations import rivalry
-from layout_tuner.keys import Key
-from layout_tuner.registry import OpSpec
-from layout_tuner.router import Router
+from layout_tuner.spec.declaration import OpSpec
+from layout_tuner.spec.keys import Key
+from layout_tuner.tuning.records import key_record
 from layout_tuner.warming import Report, warmup
 
 WINNER = "full/g=T_CONTIG"
@@ -188,7 +189,7 @@ def test_another_librarys_function_is_measured_where_it_is_installed(
     both = warming.with_rivals([(SPEC, key())])
     assert [(spec.name, at.op) for spec, at in both] == [(SPEC.name, SPEC.name), (rival.name, rival.name)]
     made = Router(config, on_miss="tune", timer=set_times(TIMES | {"layout_tuner": 10.0, "fla": 5.0}))
-    layout_tuner.counters.reset()
+    layout_tuner.dispatch.counters.reset()
     rows = [warming.warm_key(made, spec, at, device) for spec, at in both]
     assert [row.status for row in rows] == ["tuned", "tuned"]
     assert (rows[0].decision.candidate, rows[1].decision.candidate) == (WINNER, "fla")

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from layout_tuner import watchdog
-from layout_tuner.watchdog import FamilyLock, run_within
+from layout_tuner.tuning import deadline as watchdog
+from layout_tuner.tuning.deadline import FamilyLock, run_within
 
 
 def test_results_and_errors_come_back() -> None:

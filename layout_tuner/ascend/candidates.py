@@ -10,17 +10,17 @@ from typing import Any, Final
 
 import torch
 
-from layout_tuner import launcher
-from layout_tuner.ascend.compiler import Answer, Compiler, Failure
+from layout_tuner.ascend.compile.compiler import Answer, Compiler, Failure
 from layout_tuner.ascend.facts import BLOCK_BYTES, KernelFacts
 from layout_tuner.ascend.lowering import Launch, Pointer, parameters
 from layout_tuner.ascend.targets import Target
-from layout_tuner.device import Chip
+from layout_tuner.device.driver import Chip
 from layout_tuner.errors import LayoutTunerError
-from layout_tuner.inputs import synthesize
-from layout_tuner.keys import Key
-from layout_tuner.prepare import Prepared
-from layout_tuner.registry import Call, Candidate, OpSpec, Problem
+from layout_tuner.launch import launcher
+from layout_tuner.launch.prepared import Prepared
+from layout_tuner.spec.declaration import Call, Candidate, OpSpec, Problem
+from layout_tuner.spec.keys import Key
+from layout_tuner.tuning.inputs import synthesize
 
 _DTYPES: Final = {
     torch.bfloat16: "bf16",

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, Final, Literal
 
-from layout_tuner.ascend.mlir import Location, MemRef, Operation, parse_module
+from layout_tuner.ascend.mlir.parser import Location, MemRef, Operation, parse_module
+from layout_tuner.ascend.mlir.walk import Argument, View, Walk, core_of, entries
 from layout_tuner.ascend.targets import Target
-from layout_tuner.ascend.walk import Argument, View, Walk, core_of, entries
 
 # The engine that moves data works in blocks of this many bytes; a shorter burst costs a whole one.
 BLOCK_BYTES: Final = 32

@@ -1,7 +1,7 @@
 """From a kernel's launch to a request to the compiler, and from its answer to facts.
 
 A `Launch` says what the host code would launch: the kernel, the grid, the arguments' types and values, the constexprs.
-`layout_tuner.launcher` records them from the real host code, so tiles, grids and arguments are written in one place.
+`layout_tuner.launch.launcher` records them from the real host code, so tiles, grids and arguments are written in one place.
 """
 
 import dataclasses
@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from layout_tuner.ascend.compiler import Answer, Constexpr, Request
+from layout_tuner.ascend.compile.compiler import Answer, Constexpr, Request
 from layout_tuner.ascend.facts import KernelFacts, analyse
-from layout_tuner.ascend.walk import Argument
+from layout_tuner.ascend.mlir.walk import Argument
 
 _ALIGNMENT: Final = 16
 _INT32: Final = range(-(1 << 31), 1 << 31)

@@ -15,11 +15,11 @@ import typer
 from .common import console, plain, print_json, print_json_list, progress_bar
 
 if TYPE_CHECKING:
-    from layout_tuner.cache.bulk import Tally
-    from layout_tuner.cache.file import Store
-    from layout_tuner.cache.folder import FolderStore
+    from layout_tuner.cache.places.folder import FolderStore
+    from layout_tuner.cache.places.server import ServerStore
     from layout_tuner.cache.records import DecisionRecord, KeyRecord
-    from layout_tuner.cache.server import ServerStore
+    from layout_tuner.cache.sqlite.bulk import Tally
+    from layout_tuner.cache.sqlite.file import Store
 
 app = typer.Typer(
     name="cache",
@@ -54,8 +54,8 @@ def export(
     json: JsonOption = False,
 ) -> None:
     """Write decisions to one self-contained, sealed, read-only file: the way to copy a file that is in use."""
-    from layout_tuner.cache.pins import write_pins
-    from layout_tuner.cache.share import believed_by_key, export_file
+    from layout_tuner.cache.sharing.pins import write_pins
+    from layout_tuner.cache.sharing.share import believed_by_key, export_file
 
     if (out is None) == (pin is None):
         raise typer.BadParameter("name one file: OUT, or --pin FILE")
@@ -83,7 +83,7 @@ def import_(
     json: JsonOption = False,
 ) -> None:
     """Take over decisions of other machines; what they measured counts as imported from then on."""
-    from layout_tuner.cache.share import import_file, require_shared
+    from layout_tuner.cache.sharing.share import import_file, require_shared
 
     # All of them are looked at before anything is made or changed.
     require_shared(files)
@@ -105,7 +105,7 @@ def merge(
     json: JsonOption = False,
 ) -> None:
     """Merge files into a new one, by evidence: their order does not matter."""
-    from layout_tuner.cache.share import merge_files
+    from layout_tuner.cache.sharing.share import merge_files
 
     with progress_bar() as progress:
         merged = merge_files(files, out, allow_empty=False, progress=progress)
@@ -148,7 +148,7 @@ def diff(
     """List the keys for which two files do not believe in the same candidate."""
     from rich.table import Table
 
-    from layout_tuner.cache.share import differences, open_shared, require_shared
+    from layout_tuner.cache.sharing.share import differences, open_shared, require_shared
 
     require_shared((one, other))
     with open_shared(one) as first, open_shared(other) as second:
@@ -192,8 +192,8 @@ def prune(
     json: JsonOption = False,
 ) -> None:
     """Remove decisions that meet every condition given."""
-    from layout_tuner.cache.share import prune as remove
-    from layout_tuner.cache.share import sweep
+    from layout_tuner.cache.sharing.share import prune as remove
+    from layout_tuner.cache.sharing.share import sweep
 
     conditions = older_than is not None or environment is not None or op is not None
     if conditions == orphans:
@@ -210,7 +210,7 @@ def prune(
 
 def examine_cache(cache: str | None, config: Path | None, json: bool) -> None:
     """Print what is wrong or doubtful with a decision file; exit status 1 where something is wrong."""
-    from layout_tuner.cache.doctor import examine, examine_server
+    from layout_tuner.cache.sharing.doctor import examine, examine_server
 
     place = stated_path(cache, config)
     findings = examine_server(place) if isinstance(place, str) else examine(place)
@@ -231,7 +231,7 @@ def stated_path(cache: str | None, config: Path | None) -> Path | str:
     Raises:
         CacheError: It is not.
     """
-    from layout_tuner.cache.store import default_path, require_existing
+    from layout_tuner.cache.places.opening import default_path, require_existing
     from layout_tuner.config import Config
 
     if cache is not None:
@@ -246,16 +246,16 @@ def stated_path(cache: str | None, config: Path | None) -> Path | str:
 
 def _shown(place: Path | str) -> str:
     """A path or URL for people, without a password."""
-    from layout_tuner.cache.server import ServerDatabase
+    from layout_tuner.cache.places.server import ServerDatabase
 
     return ServerDatabase(place).name if isinstance(place, str) else str(place)
 
 
 def _existing(cache: str | None, config: Path | None) -> AbstractContextManager[Store | FolderStore | ServerStore]:
     """The store for reading; it has to be there, and no export that was changed: nothing is sealed on its word."""
-    from layout_tuner.cache.server import ServerStore
-    from layout_tuner.cache.share import require_unbroken
-    from layout_tuner.cache.store import open_existing
+    from layout_tuner.cache.places.opening import open_existing
+    from layout_tuner.cache.places.server import ServerStore
+    from layout_tuner.cache.sharing.share import require_unbroken
 
     place = stated_path(cache, config)
     if isinstance(place, Path) and place.is_file():
@@ -273,8 +273,13 @@ def _store(
         config: Settings.
         existing: Whether it has to be there, and sound.
     """
-    from layout_tuner.cache.server import ServerStore
-    from layout_tuner.cache.store import default_path, open_existing, open_path, require_no_export
+    from layout_tuner.cache.places.opening import (
+        default_path,
+        open_existing,
+        open_path,
+        require_no_export,
+    )
+    from layout_tuner.cache.places.server import ServerStore
     from layout_tuner.config import Config
 
     if cache is not None and "://" in cache:
@@ -292,9 +297,9 @@ def require_known_op(found: Iterable[object], op: str | None) -> None:
     if op is None or "." in op or next(iter(found), None) is not None:
         return
     import layout_tuner.ops  # noqa: F401  registers every op
-    from layout_tuner import registry
+    from layout_tuner.spec import declaration
 
-    registry.lookup(op)
+    declaration.lookup(op)
 
 
 def _require_decisions(store: Store | FolderStore | ServerStore, environment: str | None, op: str | None) -> None:
@@ -337,7 +342,7 @@ def _tally_json(tally: Tally) -> dict[str, int]:
 
 
 def _key_text(key: KeyRecord) -> str:
-    from layout_tuner.keys import Key
+    from layout_tuner.spec.keys import Key
 
     return str(Key(**{name: getattr(key, name) for name in Key.__dataclass_fields__}))
 

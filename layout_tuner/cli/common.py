@@ -168,7 +168,7 @@ def use_interpreter_on_cpu(device: str | None) -> None:
     from layout_tuner import config
 
     if device is None:
-        from layout_tuner import device as devices
+        from layout_tuner.device import driver as devices
 
         device = devices.resolve().type
     if device == "cpu":

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from layout_tuner.ascend.candidates import CandidateReport
-    from layout_tuner.ascend.compiler import Compiler
+    from layout_tuner.ascend.compile.compiler import Compiler
     from layout_tuner.ascend.targets import Target
     from layout_tuner.explanation import Explanation
-    from layout_tuner.keys import Key
-    from layout_tuner.registry import OpSpec
+    from layout_tuner.spec.declaration import OpSpec
+    from layout_tuner.spec.keys import Key
 
 # Differences shown in the table.
 MOST_LINES = 24
@@ -104,7 +104,7 @@ def explain_stored(
 ) -> None:
     """Print which decision each key follows, with its evidence, or which stored key is nearest."""
     if cache is not None:
-        from layout_tuner.cache.store import require_existing
+        from layout_tuner.cache.places.opening import require_existing
 
         require_existing(cache.expanduser())
     use_interpreter_on_cpu(device)
@@ -161,13 +161,13 @@ def wanted_keys(
     Raises:
         ConfigError: The shape cannot be used.
     """
-    from layout_tuner import registry
     from layout_tuner.config import Config
-    from layout_tuner.shapes import keys, parse_shapes
+    from layout_tuner.spec import declaration
+    from layout_tuner.spec.shapes import keys, parse_shapes
 
     row: dict[str, Any] = parse_fields(shape)
     if op is not None:
-        registry.lookup(op)
+        declaration.lookup(op)
         row["op"] = op
     if form is not None:
         row["forms"] = [form]
@@ -207,8 +207,8 @@ def compiling(target: Target, config: Path | None) -> Iterator[tuple[Compiler, A
     import platformdirs
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from layout_tuner.ascend.compiler import Compiler
-    from layout_tuner.ascend.toolchain import find_toolchain
+    from layout_tuner.ascend.compile.compiler import Compiler
+    from layout_tuner.ascend.compile.toolchain import find_toolchain
     from layout_tuner.config import Config
 
     settings = Config.load(config).ascend

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from layout_tuner.ascend.candidates import CandidateReport
     from layout_tuner.ascend.prediction import Prediction
     from layout_tuner.cache.records import DecisionRecord, MeasurementRecord
-    from layout_tuner.keys import Key
-    from layout_tuner.registry import OpSpec
+    from layout_tuner.spec.declaration import OpSpec
+    from layout_tuner.spec.keys import Key
 
 
 def predict_shapes(
@@ -46,9 +46,9 @@ def predict_shapes(
     from layout_tuner.ascend.candidates import cases_of, compile_candidates
     from layout_tuner.ascend.prediction import predict
     from layout_tuner.ascend.targets import target_named
-    from layout_tuner.cache.store import open_store
+    from layout_tuner.cache.places.opening import open_store
     from layout_tuner.config import Config
-    from layout_tuner.shapes import keys, load_shapes
+    from layout_tuner.spec.shapes import keys, load_shapes
 
     chip = target_named(target)
     settings = Config.load(config)
@@ -85,7 +85,7 @@ def predict_shapes(
 def environment_record(target: str, compiler: str) -> Any:
     """The namespace of predictions for a SoC."""
     from layout_tuner.cache.records import EnvironmentRecord
-    from layout_tuner.environment import PREDICTED
+    from layout_tuner.device.environment import PREDICTED
 
     return EnvironmentRecord(id=f"{PREDICTED}{target}", facts={"model": target, "compiler": compiler})
 
@@ -98,8 +98,8 @@ def decision_record(
     from layout_tuner.ascend.candidates import chip_of
     from layout_tuner.ascend.targets import target_named
     from layout_tuner.cache.records import DecisionRecord
-    from layout_tuner.decisions import key_record
-    from layout_tuner.environment import PREDICTED
+    from layout_tuner.device.environment import PREDICTED
+    from layout_tuner.tuning.records import key_record
 
     return DecisionRecord(
         key=key_record(key),

@@ -132,8 +132,8 @@ def _layers(cache: str | None, config: Path | None) -> LayeredStore:
     """The layers that settings name, for reading, or a server alone where its URL was typed in."""
     from layout_tuner.cache.layers import LayeredStore, open_layers
     from layout_tuner.cache.memory import MemoryStore
-    from layout_tuner.cache.server import ServerStore
-    from layout_tuner.cache.store import require_existing
+    from layout_tuner.cache.places.opening import require_existing
+    from layout_tuner.cache.places.server import ServerStore
     from layout_tuner.config import Config
 
     settings = Config.load(config)
@@ -153,7 +153,7 @@ def _layers(cache: str | None, config: Path | None) -> LayeredStore:
 
 def _warn_of_change(name: str) -> None:
     """Says on stderr where what is shown is an export that was changed."""
-    from layout_tuner.cache.share import require_unbroken
+    from layout_tuner.cache.sharing.share import require_unbroken
     from layout_tuner.errors import CacheError
 
     place = Path(name)

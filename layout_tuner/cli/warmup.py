@@ -11,7 +11,7 @@ import typer
 from .common import INTERRUPTED, console, print_json, use_interpreter_on_cpu
 
 if TYPE_CHECKING:
-    from layout_tuner.keys import Key
+    from layout_tuner.spec.keys import Key
     from layout_tuner.warming import Report
 
 INTERPRETER_NOTE = (
@@ -81,7 +81,7 @@ def warmup(
 
 def _require_place(cache: Path | None, config: Path | None) -> None:
     """Raises `CacheError` where the file that is named can keep no decisions, before anything is tuned."""
-    from layout_tuner.cache.store import require_place
+    from layout_tuner.cache.places.opening import require_place
     from layout_tuner.config import Config
     from layout_tuner.errors import ConfigError
 
@@ -99,11 +99,11 @@ def chosen_ops(names: str | None) -> list[str] | None:
     if not names:
         return None
     import layout_tuner.ops  # noqa: F401  registers every op
-    from layout_tuner import registry
+    from layout_tuner.spec import declaration
 
     chosen = [name.strip() for name in names.split(",")]
     for name in chosen:
-        registry.lookup(name)
+        declaration.lookup(name)
     return chosen
 
 

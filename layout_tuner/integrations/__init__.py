@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..router import Router
+    from ..dispatch.router import Router
 
 
 def take_over(router: Router) -> None:

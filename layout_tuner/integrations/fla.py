@@ -24,8 +24,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ..dispatch.router import Router
 from ..errors import ConfigError
-from ..router import Router
 from .rivalry import Rivalry, rivalry
 from .takeover import Takeover, aside, available, fallthroughs, serve, served, yielded
 

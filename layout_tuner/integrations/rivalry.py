@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from ..experiment import as_tuple
-from ..inputs import option_value
-from ..keys import Key
-from ..registry import Candidate, Launch, OpSpec, Outputs, Problem, source_revision
+from ..spec.declaration import Candidate, Launch, OpSpec, Outputs, Problem, source_revision
+from ..spec.keys import Key
+from ..tuning.experiment import as_tuple
+from ..tuning.inputs import option_value
 
 OURS = "layout_tuner"
 

@@ -21,13 +21,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import device as devices
-from .. import ops, registry, router
-from ..environment import environment
-from ..keys import Key, bucketed
+from .. import ops
+from ..device import driver as devices
+from ..device.environment import environment
+from ..dispatch import router
+from ..dispatch.router import Router
 from ..ops.local_cumsum import output_dtype_name
-from ..registry import Call, Value
-from ..router import Router
+from ..spec import declaration
+from ..spec.declaration import Call, Value
+from ..spec.keys import Key, bucketed
 from .rivalry import OURS, Rivalry
 
 log = logging.getLogger(__name__)
@@ -132,7 +134,7 @@ class Takeover:
     def __init__(self, op: str, make_rivalry: Callable[[Takeover], Rivalry | None]) -> None:
         self.op = op
         self.make_rivalry = make_rivalry
-        self.spec = registry.lookup(op)
+        self.spec = declaration.lookup(op)
         self.ours: Callable[..., Any] = getattr(ops, op)
         self.names = tuple(inspect.signature(self.ours).parameters)
         flags = [option.name for option in self.spec.options if isinstance(option.default, bool)]

@@ -4,8 +4,7 @@ Inside `layout_tuner.enable()` each routes to the candidate that was measured to
 default candidate runs. Every public result is row-major.
 """
 
-from ..packing import prepare_chunk_indices, prepare_chunk_offsets
-from . import compiled as compiled
+from ..spec.packing import prepare_chunk_indices, prepare_chunk_offsets
 from . import tracing
 from .bwd_dhu import chunk_gated_delta_rule_bwd_dhu
 from .dqkwg import chunk_bwd_dqkwg
@@ -13,7 +12,8 @@ from .dv_local import chunk_bwd_dv_local
 from .fwd_h import chunk_gated_delta_rule_fwd_h
 from .fwd_o import chunk_fwd_o
 from .gate import gdn_gate_bwd, gdn_gate_chunk_cumsum
-from .gated_delta_rule import chunk_gated_delta_rule
+from .gated_delta_rule import compiled as compiled
+from .gated_delta_rule.chain import chunk_gated_delta_rule
 from .intra import chunk_gated_delta_rule_fwd_intra
 from .kkt import chunk_scaled_dot_kkt_fwd
 from .local_cumsum import chunk_local_cumsum

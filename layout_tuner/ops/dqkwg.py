@@ -7,8 +7,21 @@ import torch
 from layout_tuner.kernels import dqkwg as kernels
 from layout_tuner.kernels import tiling
 
-from .. import launcher, layouts, reference, router
-from ..registry import DTYPES, Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
+from .. import reference
+from ..dispatch import router
+from ..launch import launcher
+from ..spec import layouts
+from ..spec.declaration import (
+    DTYPES,
+    Candidate,
+    Launch,
+    Operand,
+    OpSpec,
+    Option,
+    Output,
+    Problem,
+    register,
+)
 from .sizes import chunk_counts
 
 

@@ -7,9 +7,21 @@ import torch
 from layout_tuner.kernels import dv_local as kernels
 from layout_tuner.kernels import tiling
 
-from .. import launcher, reference, router
-from ..prepare import present
-from ..registry import DTYPES, Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
+from .. import reference
+from ..dispatch import router
+from ..launch import launcher
+from ..launch.prepared import present
+from ..spec.declaration import (
+    DTYPES,
+    Candidate,
+    Launch,
+    Operand,
+    OpSpec,
+    Option,
+    Output,
+    Problem,
+    register,
+)
 from .sizes import chunk_counts, require_room
 
 

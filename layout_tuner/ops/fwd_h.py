@@ -7,9 +7,11 @@ import torch
 from layout_tuner.kernels import fwd_h as kernels
 from layout_tuner.kernels import tiling
 
-from .. import launcher, reference, router
-from ..packing import chunks_of, prepare_chunk_offsets
-from ..registry import Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
+from .. import reference
+from ..dispatch import router
+from ..launch import launcher
+from ..spec.declaration import Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
+from ..spec.packing import chunks_of, prepare_chunk_offsets
 from .sizes import default_width, require_room
 
 

@@ -7,8 +7,10 @@ import torch
 from layout_tuner.kernels import fwd_o as kernels
 from layout_tuner.kernels import tiling
 
-from .. import launcher, reference, router
-from ..registry import Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
+from .. import reference
+from ..dispatch import router
+from ..launch import launcher
+from ..spec.declaration import Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
 from .sizes import chunk_counts, require_room
 
 

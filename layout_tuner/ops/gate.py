@@ -7,8 +7,11 @@ import torch
 from layout_tuner.kernels import gate as kernels
 from layout_tuner.kernels import tiling
 
-from .. import launcher, layouts, reference, router
-from ..registry import Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
+from .. import reference
+from ..dispatch import router
+from ..launch import launcher
+from ..spec import layouts
+from ..spec.declaration import Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
 from .local_cumsum import output_dtype_name, output_dtype_of, sum_precision, sums_resets
 from .sizes import chunk_counts
 

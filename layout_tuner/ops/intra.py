@@ -9,8 +9,10 @@ import torch
 from layout_tuner.kernels import intra as kernels
 from layout_tuner.kernels import tiling
 
-from .. import launcher, reference, router
-from ..registry import Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
+from .. import reference
+from ..dispatch import router
+from ..launch import launcher
+from ..spec.declaration import Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
 from .kkt import bind_kkt
 from .recompute_w_u import bind_w_u
 from .sizes import chunk_counts

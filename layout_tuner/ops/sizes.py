@@ -6,10 +6,10 @@ import torch
 
 from layout_tuner.kernels import tiling
 
-from ..device import Chip
+from ..device.driver import Chip
 from ..errors import UnsupportedProblemError
-from ..keys import Key
-from ..registry import Candidate, Problem
+from ..spec.declaration import Candidate, Problem
+from ..spec.keys import Key
 
 WIDE_COLUMNS = 64
 

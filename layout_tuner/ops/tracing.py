@@ -24,13 +24,15 @@ from torch import Tensor
 from torch._C._dynamo import eval_frame
 from torch._dynamo.comptime import comptime
 
-from .. import device as devices
-from .. import launcher, layouts, packing, registry, router, watched
+from ..device import driver as devices
+from ..dispatch import router
 from ..errors import PackingError
-from ..layouts import Layout
-from ..packing import chunks_of, prepare_chunk_indices, stand_in
-from ..prepare import present
-from ..registry import Call, Candidate, Launch, OpSpec, Outputs, Problem, Value
+from ..launch import launcher
+from ..launch.prepared import present
+from ..spec import declaration, layouts, packing, watched
+from ..spec.declaration import Call, Candidate, Launch, OpSpec, Outputs, Problem, Value
+from ..spec.layouts import Layout
+from ..spec.packing import chunks_of, prepare_chunk_indices, stand_in
 
 Tensors = Sequence["Tensor | None"]
 Facts = tuple[tuple[int, ...], tuple[int, ...], str, str]  # shape, strides, dtype, device
@@ -62,7 +64,7 @@ def number(size: Any) -> int:
 def facts(tensor: Tensor) -> Facts:
     """What a decision depends on."""
     shape, strides = tuple(map(number, tensor.shape)), tuple(map(number, tensor.stride()))
-    return shape, strides, registry.dtype_name(tensor), str(tensor.device)
+    return shape, strides, declaration.dtype_name(tensor), str(tensor.device)
 
 
 def _begin(_: Any) -> None:
@@ -92,7 +94,7 @@ def note(tensors: Tensors) -> None:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def fixed(op: str, count: int) -> tuple[tuple[int, ...], ...]:
     """Which dimensions of each of an op's operands have sizes that kernels are compiled for."""
-    operands = registry.lookup(op).operands[:count]
+    operands = declaration.lookup(op).operands[:count]
     return tuple(tuple(i for i, symbol in enumerate(x.dims.split()) if symbol not in FREE) for x in operands)
 
 
@@ -121,7 +123,7 @@ def ticket(op: str, options: tuple[Value, ...], scalars: tuple[bool, ...], tunab
     Raises:
         TypeError, ValueError, UnsupportedProblemError: As the op does.
     """
-    spec = registry.lookup(op)
+    spec = declaration.lookup(op)
     noted = _noted.facts + [None] * (len(spec.operands) + 2 - len(_noted.facts))
     names = [*[operand.name for operand in spec.operands], "cu_seqlens", "chunk_indices"]
     first = next(fact[3] for fact in noted if fact is not None)
@@ -220,7 +222,7 @@ def bound(said: str) -> Bound:
         said: The ticket.
     """
     read = json.loads(said)
-    spec = registry.lookup(read["op"])
+    spec = declaration.lookup(read["op"])
     with watched.apart():
         call, active = call_of(spec, read), router.current()
         device = torch.device(next(fact[3] for fact in read["tensors"] if fact is not None))
@@ -468,7 +470,7 @@ OPERATORS: dict[str, Any] = {}
 
 def trace_all() -> None:
     """Make an operator of every op but those that have one of their own, and let compilers and the router find it."""
-    OPERATORS.update({name: operator_of(name) for name in registry.names() if name != "chunk_gated_delta_rule"})
+    OPERATORS.update({name: operator_of(name) for name in declaration.names() if name != "chunk_gated_delta_rule"})
     for function, instead in (
         (router.call, traced),
         (packing.chunks_of, traced_chunks),

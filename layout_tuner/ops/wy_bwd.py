@@ -7,8 +7,11 @@ import torch
 from layout_tuner.kernels import tiling
 from layout_tuner.kernels import wy_bwd as kernels
 
-from .. import launcher, layouts, reference, router
-from ..registry import Candidate, Launch, Operand, OpSpec, Output, Problem, register
+from .. import reference
+from ..dispatch import router
+from ..launch import launcher
+from ..spec import layouts
+from ..spec.declaration import Candidate, Launch, Operand, OpSpec, Output, Problem, register
 from .sizes import chunk_counts
 
 

@@ -8,10 +8,15 @@ from types import ModuleType
 
 import pytest
 
-from layout_tuner.ascend.compiler import Compiler
-from layout_tuner.ascend.execution import NativeRunner
+from layout_tuner.ascend.compile.compiler import Compiler
+from layout_tuner.ascend.compile.toolchain import (
+    NativeTools,
+    Toolchain,
+    find_native_tools,
+    find_toolchain,
+)
+from layout_tuner.ascend.native.execution import NativeRunner
 from layout_tuner.ascend.targets import target_named
-from layout_tuner.ascend.toolchain import NativeTools, Toolchain, find_native_tools, find_toolchain
 from layout_tuner.errors import ConfigError
 
 CACHE = Path(__file__).parents[2] / ".cache" / "ascend"

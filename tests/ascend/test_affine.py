@@ -2,7 +2,7 @@
 
 import pytest
 
-from layout_tuner.ascend.affine import parse_affine_map
+from layout_tuner.ascend.mlir.affine import parse_affine_map
 
 
 @pytest.mark.parametrize(

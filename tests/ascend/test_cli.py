@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 from command import Result, run_here
+from layout_tuner.cache.places.opening import open_store
 from layout_tuner.cache.records import DecisionRecord
-from layout_tuner.cache.store import open_store
 from layout_tuner.kernels import tiling
 
 from layout_tuner.ascend import candidates
-from layout_tuner.ascend import toolchain as toolchain_module
+from layout_tuner.ascend.compile import toolchain as toolchain_module
+from layout_tuner.ascend.compile.toolchain import Toolchain
 from layout_tuner.ascend.targets import TARGETS
-from layout_tuner.ascend.toolchain import Toolchain
-from layout_tuner.keys import Key
-from layout_tuner.registry import Call, OpSpec
+from layout_tuner.spec.declaration import Call, OpSpec
+from layout_tuner.spec.keys import Key
 
 pytestmark = pytest.mark.ascend
 

@@ -8,12 +8,12 @@ from types import ModuleType
 
 import pytest
 
-from layout_tuner.ascend.compiler import Answer, Compiler
+from layout_tuner.ascend.compile.compiler import Answer, Compiler
+from layout_tuner.ascend.compile.toolchain import Toolchain
 from layout_tuner.ascend.facts import KernelFacts
 from layout_tuner.ascend.lowering import Launch, Pointer
-from layout_tuner.ascend.mlir import parse_module
+from layout_tuner.ascend.mlir.parser import parse_module
 from layout_tuner.ascend.targets import target_named
-from layout_tuner.ascend.toolchain import Toolchain
 
 pytestmark = pytest.mark.ascend
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import compilers
 import pytest
 
-from layout_tuner.ascend.toolchain import Toolchain
-from layout_tuner.failures import classify, first_line
+from layout_tuner.ascend.compile.toolchain import Toolchain
+from layout_tuner.device.failures import classify, first_line
 
 pytestmark = pytest.mark.ascend
 

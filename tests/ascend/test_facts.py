@@ -5,8 +5,8 @@ import json
 import pytest
 
 from layout_tuner.ascend.facts import KernelFacts, analyse, bursts_of
-from layout_tuner.ascend.mlir import parse_module
-from layout_tuner.ascend.walk import Walk
+from layout_tuner.ascend.mlir.parser import parse_module
+from layout_tuner.ascend.mlir.walk import Walk
 
 GM = "#hivm.address_space<gm>"
 UB = "#hivm.address_space<ub>"

@@ -9,20 +9,22 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from layout_tuner import numerics, ops, registry
-from layout_tuner.ascend import gate
+from layout_tuner import ops
+from layout_tuner.ascend import matrix
 from layout_tuner.ascend.candidates import Case, cases_of, chip_of, compile_candidates
-from layout_tuner.ascend.compiler import Compiler
-from layout_tuner.ascend.execution import NativeRunner
+from layout_tuner.ascend.compile.compiler import Compiler
+from layout_tuner.ascend.native.execution import NativeRunner
 from layout_tuner.ascend.targets import target_named
-from layout_tuner.experiment import Experiment
-from layout_tuner.keys import Form, Key
-from layout_tuner.registry import dtype_name
+from layout_tuner.spec import declaration
+from layout_tuner.spec.declaration import dtype_name
+from layout_tuner.spec.keys import Form, Key
+from layout_tuner.tuning import numerics
+from layout_tuner.tuning.experiment import Experiment
 
 pytestmark = pytest.mark.ascend
 
 assert ops, "importing the ops registers them"
-OPS = registry.names()
+OPS = declaration.names()
 PAIRS = (("K", "dtype"), ("K", "packed"), ("dtype", "packed"))
 
 
@@ -32,14 +34,14 @@ def parts(*targets: str) -> list[object]:
         pytest.param(part, id=str(part), marks=() if part.sampled else pytest.mark.nightly)
         for target in targets
         for op in OPS
-        for part in gate.parts(registry.lookup(op), target)
+        for part in matrix.parts(declaration.lookup(op), target)
     ]
 
 
-@pytest.mark.parametrize("part", parts(gate.TARGET, *gate.OTHER_TARGETS))
-def test_every_candidate_compiles_within_its_means(part: gate.Part, compiler_for: Callable[[str], Compiler]) -> None:
-    cases = gate.cases(registry.lookup(part.op), part)
-    rows = gate.rows(cases, compile_candidates(cases, compiler_for(part.target)))
+@pytest.mark.parametrize("part", parts(matrix.TARGET, *matrix.OTHER_TARGETS))
+def test_every_candidate_compiles_within_its_means(part: matrix.Part, compiler_for: Callable[[str], Compiler]) -> None:
+    cases = matrix.cases(declaration.lookup(part.op), part)
+    rows = matrix.rows(cases, compile_candidates(cases, compiler_for(part.target)))
     wrong = [f"{row.report.candidate} {row.case.key.form}: {text}" for row in rows for text in row.complaints]
     assert not wrong, "\n".join([f"{len(wrong)} complaints:", *wrong])
 
@@ -47,15 +49,15 @@ def test_every_candidate_compiles_within_its_means(part: gate.Part, compiler_for
 def only_in_a_chain(op: str) -> list[Form]:
     """Forms that no call of a stage has, but a chain gives it."""
     stages = ("chunk_local_cumsum", "gdn_gate_chunk_cumsum", "gdn_gate_bwd")
-    return [registry.lookup(op).standard_forms["training"].changed(resets="1")] if op in stages else []
+    return [declaration.lookup(op).standard_forms["training"].changed(resets="1")] if op in stages else []
 
 
 OTHER_FORMS = [
     pytest.param(op, form, id=f"{op}-{form}")
     for op in OPS
-    if op != gate.CHAIN
-    for form in (*registry.lookup(op).every_form, *only_in_a_chain(op))
-    if form not in registry.lookup(op).standard_forms.values()
+    if op != matrix.CHAIN
+    for form in (*declaration.lookup(op).every_form, *only_in_a_chain(op))
+    if form not in declaration.lookup(op).standard_forms.values()
 ]
 
 
@@ -63,32 +65,32 @@ OTHER_FORMS = [
 @pytest.mark.parametrize(("op", "form"), OTHER_FORMS)
 def test_other_forms_compile_too(op: str, form: Form, every: bool, compiler: Compiler) -> None:
     """Without a gate, with another chunk size, with states: the default candidate of what is no standard form."""
-    spec, chip = registry.lookup(op), chip_of(target_named(gate.TARGET))
-    keys = [gate.key(spec, 64, 64, "bfloat16", packed, form) for packed in ((False, True) if every else (False,))]
+    spec, chip = declaration.lookup(op), chip_of(target_named(matrix.TARGET))
+    keys = [matrix.key(spec, 64, 64, "bfloat16", packed, form) for packed in ((False, True) if every else (False,))]
     cases = [
         case
         for key in keys
-        if not gate.refused(spec, key)
+        if not matrix.refused(spec, key)
         for case in cases_of(spec, key)
         if every or case.candidate == spec.default(key, chip)
     ]
     assert cases
-    rows = gate.rows(cases, compile_candidates(cases, compiler))
+    rows = matrix.rows(cases, compile_candidates(cases, compiler))
     wrong = [f"{row.report.candidate} {row.case.key}: {text}" for row in rows for text in row.complaints]
     assert not wrong, "\n".join([f"{len(wrong)} complaints:", *wrong])
 
 
 def test_the_sample_pairs_everything() -> None:
     for op in OPS:
-        every = [part for part in gate.parts(registry.lookup(op)) if part.K]
+        every = [part for part in matrix.parts(declaration.lookup(op)) if part.K]
         sampled = [part for part in every if part.sampled]
-        pairs = (("dtype", "packed"), ("K",)) if op == gate.CHAIN else PAIRS
+        pairs = (("dtype", "packed"), ("K",)) if op == matrix.CHAIN else PAIRS
         for pair in pairs:
             meetings = [{tuple(getattr(part, name) for name in pair) for part in listed} for listed in (every, sampled)]
             assert meetings[0] == meetings[1], (op, pair)
-    for target in gate.OTHER_TARGETS:
-        sampled_ops = {part.op for op in OPS for part in gate.parts(registry.lookup(op), target) if part.sampled}
-        assert sampled_ops == set(OPS) - {gate.CHAIN}
+    for target in matrix.OTHER_TARGETS:
+        sampled_ops = {part.op for op in OPS for part in matrix.parts(declaration.lookup(op), target) if part.sampled}
+        assert sampled_ops == set(OPS) - {matrix.CHAIN}
 
 
 def execution_cases(op: str) -> list[object]:
@@ -96,22 +98,22 @@ def execution_cases(op: str) -> list[object]:
 
     A kernel is not specialised on T, so the long sequences cost a run and no build.
     """
-    spec = registry.lookup(op)
+    spec = declaration.lookup(op)
     first, *others = spec.every_form
     sampled = [
-        gate.key(spec, 64, 64, "bfloat16", False, first, T=2048),
-        gate.key(spec, 64, 64, "bfloat16", False, first, T=200),
-        gate.key(spec, 64, 64, "float32", True, first, T=200),
+        matrix.key(spec, 64, 64, "bfloat16", False, first, T=2048),
+        matrix.key(spec, 64, 64, "bfloat16", False, first, T=200),
+        matrix.key(spec, 64, 64, "float32", True, first, T=200),
     ]
     more = [
-        gate.key(spec, 64, 64, "bfloat16", True, first, T=2048),
-        gate.key(spec, 64, 64, "float32", False, first, T=2048),
-        gate.key(spec, 192, 128, "bfloat16", True, first, T=150),
-        gate.key(spec, 256, 256, "float32", False, first, T=128),
+        matrix.key(spec, 64, 64, "bfloat16", True, first, T=2048),
+        matrix.key(spec, 64, 64, "float32", False, first, T=2048),
+        matrix.key(spec, 192, 128, "bfloat16", True, first, T=150),
+        matrix.key(spec, 256, 256, "float32", False, first, T=128),
     ]
     cases = {key: cases_of(spec, key) for key in (*sampled, *more)}
     for form in others:
-        key = gate.key(spec, 48, 80, "float32", False, form, T=100)
+        key = matrix.key(spec, 48, 80, "float32", False, form, T=100)
         cases[key] = list({case.candidate.variant: case for case in cases_of(spec, key)}.values())
     return [
         pytest.param(
@@ -121,13 +123,13 @@ def execution_cases(op: str) -> list[object]:
             marks=() if key in sampled else pytest.mark.nightly,
         )
         for key, listed in cases.items()
-        if not gate.refused(spec, key)
+        if not matrix.refused(spec, key)
     ]
 
 
 @pytest.mark.parametrize(("key", "cases"), [each for op in OPS for each in execution_cases(op)])
 def test_every_candidate_computes_what_the_oracle_does(key: Key, cases: list[Case], runner: NativeRunner) -> None:
-    spec = registry.lookup(key.op)
+    spec = declaration.lookup(key.op)
     experiment = Experiment(spec, key, torch.device("cpu"))
     by_variant: dict[str, tuple[torch.Tensor | None, ...]] = {}
     for case in cases:

@@ -13,18 +13,18 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from layout_tuner import ops as _ops  # noqa: F401  registers every op
-from layout_tuner import registry
-from layout_tuner.ascend import compiler as compiler_module
-from layout_tuner.ascend import toolchain as toolchain_module
 from layout_tuner.ascend.candidates import cases_of, launches
-from layout_tuner.ascend.compiler import Answer, Compiler, Request
+from layout_tuner.ascend.compile import compiler as compiler_module
+from layout_tuner.ascend.compile import toolchain as toolchain_module
+from layout_tuner.ascend.compile.compiler import Answer, Compiler, Request
+from layout_tuner.ascend.compile.toolchain import Toolchain, find_native_tools, find_toolchain
 from layout_tuner.ascend.lowering import Launch, Pointer, parameters
 from layout_tuner.ascend.targets import TARGETS, target_named
-from layout_tuner.ascend.toolchain import Toolchain, find_native_tools, find_toolchain
 from layout_tuner.config import Config
 from layout_tuner.errors import ConfigError
-from layout_tuner.inputs import synthesize
-from layout_tuner.shapes import keys, parse_shapes
+from layout_tuner.spec import declaration
+from layout_tuner.spec.shapes import keys, parse_shapes
+from layout_tuner.tuning.inputs import synthesize
 
 B3 = target_named("Ascend910B3")
 
@@ -77,7 +77,7 @@ def test_interpreted_kernels_have_parameters_too(sample: ModuleType) -> None:
 def test_operands_without_values_launch_the_same(packed: bool) -> None:
     row = {"B": 1 if packed else 2, "T": 200, "H": 1, "HV": 2, "K": 64, "V": 64, "dtype": "bf16", "varlen": packed}
     wanted, _ = keys(parse_shapes([row], "test"), Config().keys.bucket)
-    assert {spec.name for spec, _ in wanted} == set(registry.names())
+    assert {spec.name for spec, _ in wanted} == set(declaration.names())
     for spec, key in wanted:
         call = synthesize(spec, key, "cpu")
         for case in cases_of(spec, key):

@@ -2,7 +2,16 @@
 
 import pytest
 
-from layout_tuner.ascend.mlir import Location, MemRef, Opaque, Operation, ParseError, TypedNumber, parse_module, split
+from layout_tuner.ascend.mlir.parser import (
+    Location,
+    MemRef,
+    Opaque,
+    Operation,
+    ParseError,
+    TypedNumber,
+    parse_module,
+    split,
+)
 
 MODULE = """
 "builtin.module"() ({

@@ -8,10 +8,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from layout_tuner.ascend.compiler import Compiler
+from layout_tuner.ascend.compile.compiler import Compiler
+from layout_tuner.ascend.compile.toolchain import NativeTools
 from layout_tuner.ascend.lowering import Launch, Pointer
-from layout_tuner.ascend.native import NativeBuildError, NativeKernel, build
-from layout_tuner.ascend.toolchain import NativeTools
+from layout_tuner.ascend.native.build import NativeBuildError, NativeKernel, build
 
 pytestmark = pytest.mark.ascend
 

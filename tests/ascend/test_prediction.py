@@ -8,7 +8,7 @@ from layout_tuner.ascend.candidates import CandidateReport, KernelReport
 from layout_tuner.ascend.facts import KernelFacts, Transfer
 from layout_tuner.ascend.prediction import predict, published_units, units
 from layout_tuner.ascend.published import PUBLISHED, PUBLISHED_MS, published
-from layout_tuner.keys import Form, Key
+from layout_tuner.spec.keys import Form, Key
 
 KEY = Key(op="op", B=2, T=2048, H=4, HV=8, K=64, V=64, varlen=False, dtype="bfloat16", form=Form.parse("BT=64"))
 TASKS = 2 * 32 * 8

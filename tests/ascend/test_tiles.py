@@ -1,24 +1,33 @@
 """Memory that tiles take: predicted against planned, and refused before launch where there is none."""
 
 import dataclasses
+import importlib.util
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 from layout_tuner.kernels import tiling
 
-from layout_tuner import ops, registry
-from layout_tuner.ascend import gate, tiles
+from layout_tuner import ops
+from layout_tuner.ascend import matrix
 from layout_tuner.ascend.candidates import Case, cases_of, chip_of, compile_candidates, launches
-from layout_tuner.ascend.compiler import Compiler
+from layout_tuner.ascend.compile.compiler import Compiler
 from layout_tuner.ascend.targets import target_named
 from layout_tuner.errors import UnsupportedProblemError
-from layout_tuner.inputs import synthesize
-from layout_tuner.layouts import Layout
-from layout_tuner.prepare import Prepared
-from layout_tuner.registry import Problem
+from layout_tuner.launch.prepared import Prepared
+from layout_tuner.spec import declaration
+from layout_tuner.spec.declaration import Problem
+from layout_tuner.spec.layouts import Layout
+from layout_tuner.tuning.inputs import synthesize
 
 pytestmark = pytest.mark.ascend
+
+PROGRAM = Path(__file__).parents[2] / "bench" / "ascend_tiles.py"
+_spec = importlib.util.spec_from_file_location("ascend_tiles", PROGRAM)
+assert _spec is not None and _spec.loader is not None
+tiles = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(tiles)
 
 assert ops, "importing the ops registers them"
 B3 = target_named("Ascend910B3")
@@ -32,9 +41,9 @@ PREDICTED = (
 
 
 def predictable(op: str, K: int, V: int, dtype: str) -> list[Case]:
-    spec = registry.lookup(op)
-    key = gate.key(spec, K, V, dtype, False, spec.every_form[0])
-    return [case for case in cases_of(spec, key) if gate.contiguous(case)]
+    spec = declaration.lookup(op)
+    key = matrix.key(spec, K, V, dtype, False, spec.every_form[0])
+    return [case for case in cases_of(spec, key) if matrix.contiguous(case)]
 
 
 @pytest.mark.parametrize(("K", "V", "dtype"), [(64, 64, "bfloat16"), (256, 256, "float32")])
@@ -65,10 +74,10 @@ SIZES = (16, 32, 64, 128, 256)
 
 def reachable(op: str) -> list[Case]:
     """A case for every combination of tiles that any K and V get, at the largest chunk, in the costliest layout."""
-    spec = registry.lookup(op)
+    spec = declaration.lookup(op)
     found: dict[tuple[object, ...], Case] = {}
-    for dtype, K, V in itertools.product(gate.DTYPES, SIZES, SIZES):
-        key = gate.key(spec, K, V, dtype, False, spec.every_form[0])
+    for dtype, K, V in itertools.product(matrix.DTYPES, SIZES, SIZES):
+        key = matrix.key(spec, K, V, dtype, False, spec.every_form[0])
         for case in cases_of(spec, key):
             if any(layout is Layout.T_CONTIG for _, layout in case.candidate.plan.layouts):
                 continue
@@ -79,11 +88,11 @@ def reachable(op: str) -> list[Case]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("op", [name for name in registry.names() if name != gate.CHAIN])
+@pytest.mark.parametrize("op", [name for name in declaration.names() if name != matrix.CHAIN])
 def test_no_width_overflows(op: str, compiler: Compiler) -> None:
     """Of a kernel's memory, K and V decide nothing but the tiles; so these are all that there can be."""
     cases = reachable(op)
-    rows = gate.rows(cases, compile_candidates(cases, compiler))
+    rows = matrix.rows(cases, compile_candidates(cases, compiler))
     wrong = [f"{row.report.candidate} {row.case.key}: {text}" for row in rows for text in row.complaints]
     assert not wrong, "\n".join([f"{len(wrong)} complaints of {len(cases)} cases:", *wrong])
 

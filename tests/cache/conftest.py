@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cache_records import Make
-from layout_tuner.cache.store import Store
+from layout_tuner.cache.places.opening import Store
 
 
 @pytest.fixture(scope="session")

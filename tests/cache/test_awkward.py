@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 from layout_tuner.cache.faults import Fault, StoreError
-from layout_tuner.cache.file import Store
-from layout_tuner.cache.guarded import GuardedStore
+from layout_tuner.cache.places.guarded import GuardedStore
+from layout_tuner.cache.places.opening import default_path, open_path, open_store
 from layout_tuner.cache.records import utc_now
-from layout_tuner.cache.share import export_file, import_file
-from layout_tuner.cache.store import default_path, open_path, open_store
+from layout_tuner.cache.sharing.share import export_file, import_file
+from layout_tuner.cache.sqlite.file import Store
 
 ROOT = os.geteuid() == 0
 
@@ -70,7 +70,7 @@ def test_a_path_that_cannot_be_written_leaves_memory(tmp_path, make, caplog, pla
 UNPRIVILEGED = """
 import os, sys, logging
 logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-from layout_tuner.cache.store import open_store
+from layout_tuner.cache.places.opening import open_store
 from layout_tuner.cache.records import DecisionRecord, EnvironmentRecord, KeyRecord
 key = KeyRecord(op="x", B=1, T=2, H=1, HV=1, K=1, V=1, varlen=False, dtype="float32", form="")
 # Whatever is imported late has to be imported before the right to read it is gone.
@@ -168,7 +168,7 @@ LIMITED = """
 import resource, signal, sys
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
-from layout_tuner.cache.store import open_store
+from layout_tuner.cache.places.opening import open_store
 from layout_tuner.cache.records import DecisionRecord, EnvironmentRecord, KeyRecord
 store = open_store(sys.argv[1])
 for number in range(100):

@@ -6,9 +6,9 @@ from datetime import timedelta
 
 import pytest
 import typer
-from layout_tuner.cache.file import Store
-from layout_tuner.cache.pins import read_pins
 from layout_tuner.cache.records import utc_now
+from layout_tuner.cache.sharing.pins import read_pins
+from layout_tuner.cache.sqlite.file import Store
 from typer.testing import CliRunner
 
 from layout_tuner.cli import cache as command

@@ -9,13 +9,13 @@ import threading
 import time
 
 import pytest
-from layout_tuner.cache import migrations, schema
-from layout_tuner.cache.database import Database
 from layout_tuner.cache.faults import Fault, StoreError
-from layout_tuner.cache.file import Store
-from layout_tuner.cache.guarded import GuardedStore
-from layout_tuner.cache.models import SCHEMA_VERSION
-from layout_tuner.cache.store import open_existing, open_path, open_store
+from layout_tuner.cache.places.guarded import GuardedStore
+from layout_tuner.cache.places.opening import open_existing, open_path, open_store
+from layout_tuner.cache.sqlite import migrations, schema
+from layout_tuner.cache.sqlite.database import Database
+from layout_tuner.cache.sqlite.file import Store
+from layout_tuner.cache.sqlite.models import SCHEMA_VERSION
 
 
 @contextlib.contextmanager
@@ -243,7 +243,7 @@ def test_a_file_that_vanishes_is_begun_anew(path, make, opened):
 
 def test_two_processes_do_not_set_a_new_file_aside(path):
     path.write_bytes(b"garbage" * 1000)
-    code = "import sys; from layout_tuner.cache.file import Store; Store(sys.argv[1]).close()"
+    code = "import sys; from layout_tuner.cache.sqlite.file import Store; Store(sys.argv[1]).close()"
     children = [subprocess.Popen([sys.executable, "-c", code, str(path)]) for _ in range(4)]
     assert [child.wait(60) for child in children] == [0] * 4
     assert len(list(path.parent.glob("*.damaged-*"))) == 1

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from layout_tuner.cache.atomic import replacing
-from layout_tuner.cache.file import Store
-from layout_tuner.cache.pins import read_pins, write_pins
-from layout_tuner.cache.seal import BLANK, SealState, seal_state
-from layout_tuner.cache.share import export_file, import_file, merge_files
+from layout_tuner.cache.sharing.pins import read_pins, write_pins
+from layout_tuner.cache.sharing.share import export_file, import_file, merge_files
+from layout_tuner.cache.sqlite.file import Store
+from layout_tuner.cache.sqlite.seal import BLANK, SealState, seal_state
 
 from layout_tuner.errors import CacheError
 

@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from layout_tuner.cache import migrations
 from layout_tuner.cache.evidence import LIFETIMES
-from layout_tuner.cache.file import Store
+from layout_tuner.cache.sqlite import migrations
+from layout_tuner.cache.sqlite.file import Store
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "cache.md").read_text()
 BLOCKS = re.findall(r"<!-- tested -->\n```bash\n(.*?)\n```", GUIDE, re.DOTALL)
@@ -41,6 +41,6 @@ def test_the_lifetimes_are_those_of_the_code():
 
 
 def test_no_migration_is_forgotten():
-    from layout_tuner.cache.models import SCHEMA_VERSION
+    from layout_tuner.cache.sqlite.models import SCHEMA_VERSION
 
     assert sorted(migrations.MIGRATIONS) == list(range(1, SCHEMA_VERSION))

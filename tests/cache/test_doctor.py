@@ -6,11 +6,11 @@ import shutil
 import sqlite3
 
 import pytest
-from layout_tuner.cache import doctor
-from layout_tuner.cache.doctor import examine
-from layout_tuner.cache.file import Store
 from layout_tuner.cache.filesystem import FileSystem
-from layout_tuner.cache.share import export_file, sweep
+from layout_tuner.cache.sharing import doctor
+from layout_tuner.cache.sharing.doctor import examine
+from layout_tuner.cache.sharing.share import export_file, sweep
+from layout_tuner.cache.sqlite.file import Store
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ import sys
 
 import pytest
 from layout_tuner.cache import filesystem
-from layout_tuner.cache import store as stores
 from layout_tuner.cache.filesystem import FileSystem, file_system
-from layout_tuner.cache.folder import FolderStore, host_file, host_files
 from layout_tuner.cache.hosts import host_id
-from layout_tuner.cache.share import merge_files
-from layout_tuner.cache.store import Store, open_store
+from layout_tuner.cache.places import opening as stores
+from layout_tuner.cache.places.folder import FolderStore, host_file, host_files
+from layout_tuner.cache.places.opening import Store, open_store
+from layout_tuner.cache.sharing.share import merge_files
 
 
 def test_this_machine_has_local_and_other_file_systems(tmp_path):
@@ -171,8 +171,8 @@ def test_trouble_of_network_file_systems_never_reaches_an_op(path, make, monkeyp
     store._clock = lambda: clock[0]
     store._open_at = store._write_at = 0.0
     with monkeypatch.context() as patched:
-        patched.setattr("layout_tuner.cache.queries.put_decision", fail)
-        patched.setattr("layout_tuner.cache.queries.evidence", fail)
+        patched.setattr("layout_tuner.cache.sqlite.queries.put_decision", fail)
+        patched.setattr("layout_tuner.cache.sqlite.queries.evidence", fail)
         for number in range(5):
             kept = store.publish(make.decision(T=number), make.environment)
             assert store.lookup(make.key(T=number), make.environment.id) == kept

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from cache_damage import broken, poison
-from layout_tuner.cache import schema
 from layout_tuner.cache.layers import open_layers
+from layout_tuner.cache.places.opening import Store, open_store
 from layout_tuner.cache.records import DecisionRecord
-from layout_tuner.cache.share import export_file, import_file
-from layout_tuner.cache.store import Store, open_store
+from layout_tuner.cache.sharing.share import export_file, import_file
+from layout_tuner.cache.sqlite import schema
 from layout_tuner.cache.validation import check_decision
 
 from layout_tuner.errors import CacheError

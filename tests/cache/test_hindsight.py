@@ -5,9 +5,9 @@ import sqlite3
 from datetime import timedelta
 
 import pytest
-from layout_tuner.cache.file import Store, open_for_reading
 from layout_tuner.cache.memory import MemoryStore
 from layout_tuner.cache.records import utc_now
+from layout_tuner.cache.sqlite.file import Store, open_for_reading
 
 SYNCHRONIZE = (
     "synchronize:build/CMakeFiles/torch_npu.dir/compiler_depend.ts:361 NPU function error: Sync, error code is 507015"

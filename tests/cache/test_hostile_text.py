@@ -10,8 +10,8 @@ import subprocess
 
 import pytest
 from command import TUNER
-from layout_tuner.cache.file import Store
-from layout_tuner.cache.share import export_file
+from layout_tuner.cache.sharing.share import export_file
+from layout_tuner.cache.sqlite.file import Store
 from rich.console import Console
 
 from layout_tuner.cli.common import _OneLine, plain

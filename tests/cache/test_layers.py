@@ -7,11 +7,11 @@ from datetime import timedelta
 
 import pytest
 from command import run_here
-from layout_tuner.cache.file import Store
 from layout_tuner.cache.layers import LayeredStore, open_layers
 from layout_tuner.cache.memory import MemoryStore
 from layout_tuner.cache.records import EnvironmentRecord
-from layout_tuner.cache.share import export_file
+from layout_tuner.cache.sharing.share import export_file
+from layout_tuner.cache.sqlite.file import Store
 
 from layout_tuner.errors import CacheError
 

@@ -8,15 +8,15 @@ from datetime import timedelta
 
 import pytest
 from command import TUNER
-from layout_tuner.cache import file as files
-from layout_tuner.cache import queries, transfer
 from layout_tuner.cache.faults import Fault, StoreError
-from layout_tuner.cache.file import Store
 from layout_tuner.cache.layers import LayeredStore
 from layout_tuner.cache.listing import listing
 from layout_tuner.cache.memory import MemoryStore
 from layout_tuner.cache.records import EnvironmentRecord
-from layout_tuner.cache.share import differences, import_file, merge_files
+from layout_tuner.cache.sharing.share import differences, import_file, merge_files
+from layout_tuner.cache.sqlite import file as files
+from layout_tuner.cache.sqlite import queries, transfer
+from layout_tuner.cache.sqlite.file import Store
 
 from layout_tuner.cli import show
 
@@ -152,7 +152,7 @@ def test_a_merge_of_equal_winners_looks_at_no_pair(make, tmp_path, monkeypatch):
 
 
 def test_conflicts_are_counted_beyond_those_that_are_kept(make, tmp_path, monkeypatch):
-    monkeypatch.setattr("layout_tuner.cache.share.MOST_CONFLICTS", 3)
+    monkeypatch.setattr("layout_tuner.cache.sharing.share.MOST_CONFLICTS", 3)
     paths = [
         file_of(
             tmp_path / host,

@@ -10,11 +10,11 @@ from cache_records import Make
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from layout_tuner.cache.evidence import choose
-from layout_tuner.cache.file import Store
 from layout_tuner.cache.memory import MemoryStore
 from layout_tuner.cache.merge import Evidence, conflicts, gather
 from layout_tuner.cache.records import EnvironmentRecord, utc_now
-from layout_tuner.cache.share import merge_files
+from layout_tuner.cache.sharing.share import merge_files
+from layout_tuner.cache.sqlite.file import Store
 
 make = Make()
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from command import TUNER, run_here
 from layout_tuner.cache.faults import Fault, StoreError
-from layout_tuner.cache.file import Store
-from layout_tuner.cache.folder import FolderStore
 from layout_tuner.cache.layers import open_layers
-from layout_tuner.cache.seal import SealState, seal_state
-from layout_tuner.cache.share import export_file
-from layout_tuner.cache.store import open_existing, open_path, open_store, require_place
+from layout_tuner.cache.places.folder import FolderStore
+from layout_tuner.cache.places.opening import open_existing, open_path, open_store, require_place
+from layout_tuner.cache.sharing.share import export_file
+from layout_tuner.cache.sqlite.file import Store
+from layout_tuner.cache.sqlite.seal import SealState, seal_state
 
 READING = {
     "show": ["show", "--cache", "{}"],
@@ -205,10 +205,11 @@ def test_a_file_in_use_is_looked_at_whole(tuner, good, make):
 
 
 def test_hosts_on_a_network_are_looked_at_without_a_file_of_ones_own(tuner, tmp_path, make, monkeypatch):
-    from layout_tuner.cache import doctor, store
     from layout_tuner.cache.filesystem import FileSystem
+    from layout_tuner.cache.places import opening
+    from layout_tuner.cache.sharing import doctor
 
-    for module in (store, doctor):
+    for module in (opening, doctor):
         monkeypatch.setattr(module, "file_system", lambda place: FileSystem(name="nfs", local=False))
     path = tmp_path / "decisions.sqlite"
     assert tuner("show", "--cache", path).status == 2

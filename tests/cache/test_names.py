@@ -8,22 +8,22 @@ import sys
 import pytest
 from command import run_here
 from layout_tuner.cache import names
-from layout_tuner.cache import store as stores
-from layout_tuner.cache.doctor import examine
 from layout_tuner.cache.faults import Fault, StoreError
-from layout_tuner.cache.file import Store
 from layout_tuner.cache.filesystem import FileSystem
-from layout_tuner.cache.folder import FolderStore
 from layout_tuner.cache.layers import open_layers
-from layout_tuner.cache.store import open_existing, open_path, open_store, require_place
+from layout_tuner.cache.places import opening as stores
+from layout_tuner.cache.places.folder import FolderStore
+from layout_tuner.cache.places.opening import open_existing, open_path, open_store, require_place
+from layout_tuner.cache.sharing.doctor import examine
+from layout_tuner.cache.sqlite.file import Store
 
 import layout_tuner
-from layout_tuner import router
 from layout_tuner.config import Cache, Config
+from layout_tuner.dispatch import router
 
 WRITER = """
 import sys
-from layout_tuner.cache.store import open_store
+from layout_tuner.cache.places.opening import open_store
 from layout_tuner.cache.records import DecisionRecord, EnvironmentRecord, KeyRecord
 store = open_store(sys.argv[1])
 for number in range(40):

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 from layout_tuner.cache.faults import Fault
-from layout_tuner.cache.file import Store
-from layout_tuner.cache.guarded import GuardedStore
 from layout_tuner.cache.layers import open_layers
 from layout_tuner.cache.memory import MemoryStore
-from layout_tuner.cache.store import open_store
+from layout_tuner.cache.places.guarded import GuardedStore
+from layout_tuner.cache.places.opening import open_store
+from layout_tuner.cache.sqlite.file import Store
 from layout_tuner.cache.validation import RefusedRowError
 
 import layout_tuner

@@ -9,12 +9,12 @@ import pytest
 import torch
 from cache_damage import broken, poison
 from dv_local import SPEC, arguments, assert_right, dv_local
-from layout_tuner.cache.file import Store
 from layout_tuner.cache.records import EnvironmentRecord
+from layout_tuner.cache.sqlite.file import Store
 
 import layout_tuner
-from layout_tuner import router
-from layout_tuner.decisions import key_of
+from layout_tuner.dispatch import router
+from layout_tuner.tuning.records import key_of
 
 WINNER = "full/g=T_CONTIG"
 

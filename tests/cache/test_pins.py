@@ -4,7 +4,7 @@ import json
 
 import pytest
 from layout_tuner.cache.layers import open_layers
-from layout_tuner.cache.pins import read_pins, write_pins
+from layout_tuner.cache.sharing.pins import read_pins, write_pins
 
 from layout_tuner.errors import CacheError
 
@@ -72,7 +72,7 @@ def test_a_missing_file_is_refused(tmp_path):
 
 
 def rehashed(path, change):
-    from layout_tuner.cache.pins import content_hash
+    from layout_tuner.cache.sharing.pins import content_hash
 
     document = json.loads(path.read_text())
     change(document["decisions"][0])

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from layout_tuner.cache.file import Store
+from layout_tuner.cache.sqlite.file import Store
 
 BENCH = Path(__file__).parents[2] / "bench" / "cache.py"
 
@@ -40,7 +40,7 @@ def test_8_processes_that_start_together_on_no_file_lose_nothing():
 
 VICTIM = """
 import sys
-from layout_tuner.cache.file import Store
+from layout_tuner.cache.sqlite.file import Store
 from layout_tuner.cache.records import DecisionRecord, EnvironmentRecord, KeyRecord
 store = Store(sys.argv[1])
 number = int(sys.argv[2])
@@ -92,9 +92,9 @@ def test_a_kill_while_another_process_waits_lets_it_go_on(path, make, opened):
 KILLS = """
 import contextlib, os, random, shutil, signal, sys, time
 from pathlib import Path
-from layout_tuner.cache.file import Store
+from layout_tuner.cache.sqlite.file import Store
 from layout_tuner.cache.records import DecisionRecord, EnvironmentRecord, KeyRecord
-from layout_tuner.cache.share import export_file, import_file, open_shared
+from layout_tuner.cache.sharing.share import export_file, import_file, open_shared
 
 folder, random_ = Path(sys.argv[1]), random.Random(int(sys.argv[2]))
 

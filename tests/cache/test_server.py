@@ -15,18 +15,18 @@ from pathlib import Path
 
 import pytest
 from command import run_here
-from layout_tuner.cache import migrations
 from layout_tuner.cache.faults import Fault, StoreError
-from layout_tuner.cache.file import Store
 from layout_tuner.cache.layers import open_layers
 from layout_tuner.cache.records import EnvironmentRecord
-from layout_tuner.cache.share import differences, export_file, import_file, prune
+from layout_tuner.cache.sharing.share import differences, export_file, import_file, prune
+from layout_tuner.cache.sqlite import migrations
+from layout_tuner.cache.sqlite.file import Store
 from typer.testing import CliRunner
 
 from layout_tuner.cli import cache
 
 pytest.importorskip("psycopg")
-from layout_tuner.cache.server import ServerStore
+from layout_tuner.cache.places.server import ServerStore
 
 USER = "postgres"
 
@@ -142,7 +142,7 @@ def test_files_and_servers_exchange_decisions(store, tmp_path, make, opened):
 def test_many_threads_and_processes_write_at_once(url, make):
     code = """
 import sys
-from layout_tuner.cache.server import ServerStore
+from layout_tuner.cache.places.server import ServerStore
 from layout_tuner.cache.records import DecisionRecord, EnvironmentRecord, KeyRecord, MissRecord
 store = ServerStore(sys.argv[1], host=sys.argv[2] if int(sys.argv[2]) % 2 else "same")
 for number in range(20):

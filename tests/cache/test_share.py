@@ -7,12 +7,18 @@ import stat
 from datetime import timedelta
 
 import pytest
-from layout_tuner.cache.file import Store
-from layout_tuner.cache.folder import FolderStore
 from layout_tuner.cache.memory import MemoryStore
+from layout_tuner.cache.places.folder import FolderStore
 from layout_tuner.cache.records import EnvironmentRecord, utc_now
-from layout_tuner.cache.seal import SealState, seal_state
-from layout_tuner.cache.share import differences, export_file, import_file, merge_files, prune
+from layout_tuner.cache.sharing.share import (
+    differences,
+    export_file,
+    import_file,
+    merge_files,
+    prune,
+)
+from layout_tuner.cache.sqlite.file import Store
+from layout_tuner.cache.sqlite.seal import SealState, seal_state
 
 from layout_tuner.errors import CacheError
 
@@ -171,7 +177,7 @@ def test_a_failed_export_leaves_the_old_one(full, tmp_path, monkeypatch):
     export_file(full, out)
     before = out.read_bytes()
     monkeypatch.setattr(
-        "layout_tuner.cache.share.seal", lambda path: (_ for _ in ()).throw(OSError(28, "No space left"))
+        "layout_tuner.cache.sharing.share.seal", lambda path: (_ for _ in ()).throw(OSError(28, "No space left"))
     )
     with pytest.raises(CacheError, match="No space left"):
         export_file(full, out)

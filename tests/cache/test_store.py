@@ -12,9 +12,9 @@ from datetime import timedelta
 import pytest
 from layout_tuner.cache.evidence import LIFETIMES, failures
 from layout_tuner.cache.faults import Fault, StoreError
-from layout_tuner.cache.file import Store
 from layout_tuner.cache.memory import MemoryStore
 from layout_tuner.cache.records import MAX_COUNT, EnvironmentRecord, utc_now
+from layout_tuner.cache.sqlite.file import Store
 from layout_tuner.cache.validation import RefusedRowError
 
 
@@ -259,7 +259,7 @@ def test_many_threads_share_a_store(path, make, opened):
 
 FORKING = """
 import os, sys, threading, dataclasses
-from layout_tuner.cache.store import Store
+from layout_tuner.cache.places.opening import Store
 from layout_tuner.cache.records import DecisionRecord, EnvironmentRecord, KeyRecord
 
 store = Store(sys.argv[1])
@@ -372,7 +372,7 @@ def test_a_decision_needs_the_facts_of_its_own_environment(path, make, opened):
 
 
 def test_importing_the_cache_imports_no_torch():
-    code = "import sys, layout_tuner.cache.layers, layout_tuner.cache.doctor; assert 'torch' not in sys.modules"
+    code = "import sys, layout_tuner.cache.layers, layout_tuner.cache.sharing.doctor; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -11,11 +11,11 @@ import time
 
 import pytest
 from command import run_here
-from layout_tuner.cache import database
-from layout_tuner.cache.database import Database
 from layout_tuner.cache.faults import Fault, StoreError
-from layout_tuner.cache.file import Store
 from layout_tuner.cache.layers import open_layers
+from layout_tuner.cache.sqlite import database
+from layout_tuner.cache.sqlite.database import Database
+from layout_tuner.cache.sqlite.file import Store
 
 MAGIC = bytes.fromhex("d9d505f920a163d7")
 
@@ -134,7 +134,7 @@ def test_what_is_only_read_is_not_repaired(tuner, theirs, command):
 
 KILLED = """
 import os, sys
-from layout_tuner.cache.file import Store
+from layout_tuner.cache.sqlite.file import Store
 store = Store(sys.argv[1], journal=sys.argv[2])
 def work(connection):
     connection.exec_driver_sql("PRAGMA cache_spill = 1")
@@ -237,7 +237,7 @@ def test_a_statement_without_end_is_ended(path, opened, monkeypatch):
 
 INTERRUPTED = f"""
 import sys
-from layout_tuner.cache.file import Store
+from layout_tuner.cache.sqlite.file import Store
 store = Store(sys.argv[1])
 print("ready", flush=True)
 try:

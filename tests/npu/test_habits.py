@@ -12,12 +12,14 @@ from dv_local import CANDIDATES, SPEC, arguments, assert_right, dv_local, key
 from layout_tuner.kernels import dv_local as kernels
 
 import layout_tuner
-from layout_tuner import device as devices
-from layout_tuner import environment, measure, router
 from layout_tuner.config import Config
+from layout_tuner.device import driver as devices
+from layout_tuner.device import environment
+from layout_tuner.dispatch import router
+from layout_tuner.dispatch.router import Router
 from layout_tuner.errors import DeviceLostError
-from layout_tuner.measure import EventTimer
-from layout_tuner.router import Router
+from layout_tuner.tuning import timing
+from layout_tuner.tuning.timing import EventTimer
 
 DEFAULT, LAST = "full/g=T_CONTIG", "sub/g=T_CONTIG"
 TIMES_MS = dict(zip(CANDIDATES, (2.0, 1.5, 1.0, 0.5), strict=True))
@@ -200,7 +202,7 @@ def test_want_of_memory_for_the_timer_leaves_the_call_alone(sim, config, monkeyp
     given = arguments(npu())
     with layout_tuner.enable(config, on_miss="tune"):
         with monkeypatch.context() as patched:
-            patched.setattr(measure, "scratch_bytes", lambda device: 1 << 40)
+            patched.setattr(timing, "scratch_bytes", lambda device: 1 << 40)
             assert_right(dv_local(given).cpu(), {name: x.cpu() for name, x in given.items()})
         assert "too little free memory to tune (NPU out of memory" in caplog.text
         dv_local(given)

@@ -18,11 +18,13 @@ from dv_local import CANDIDATES, SPEC, arguments, assert_right, dv_local, key
 from torch.utils.checkpoint import checkpoint
 
 import layout_tuner
-from layout_tuner import device as devices
-from layout_tuner import environment, isolation, router
 from layout_tuner.config import Config
+from layout_tuner.device import driver as devices
+from layout_tuner.device import environment
+from layout_tuner.dispatch import router
+from layout_tuner.dispatch.router import Router
 from layout_tuner.errors import DeviceLostError, TuningError
-from layout_tuner.router import Router
+from layout_tuner.tuning import isolation
 
 TESTS = Path(__file__).parents[1]
 DEFAULT, OTHER, FIRST_SUB, LAST = CANDIDATES[1], CANDIDATES[0], CANDIDATES[2], CANDIDATES[3]
@@ -95,7 +97,7 @@ def ran(sim: ModuleType) -> list[str]:
 def test_calls_take_the_default_until_a_child_has_tuned_and_then_follow(sim, config):
     given = arguments(npu())
     host = {name: x.cpu() for name, x in given.items()}
-    layout_tuner.counters.reset()
+    layout_tuner.dispatch.counters.reset()
     with layout_tuner.enable(config):
         assert_right(dv_local(given).cpu(), host)
         assert isolation._waiting, "it waited for the tuning"
@@ -275,7 +277,7 @@ import sys, time
 from npu_sim import sim
 import torch, layout_tuner
 from dv_local import arguments, dv_local
-from layout_tuner import isolation
+from layout_tuner.tuning import isolation
 with layout_tuner.enable(cache=sys.argv[1]):
     dv_local(arguments(torch.device("npu", 0)))
     while not isolation._children:

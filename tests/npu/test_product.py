@@ -13,17 +13,21 @@ import torch
 from compilers import compiler_error
 
 import layout_tuner
-from layout_tuner import device as devices
-from layout_tuner import environment, layouts, numerics, ops, reference, registry, router
+from layout_tuner import ops, reference
 from layout_tuner.config import Config, Measure
+from layout_tuner.device import driver as devices
+from layout_tuner.device import environment
+from layout_tuner.dispatch import router
+from layout_tuner.dispatch.router import Router
 from layout_tuner.errors import ConfigError
-from layout_tuner.layouts import Layout
-from layout_tuner.measure import EventTimer
-from layout_tuner.router import Router
+from layout_tuner.spec import declaration, layouts
+from layout_tuner.spec.layouts import Layout
+from layout_tuner.tuning import numerics
+from layout_tuner.tuning.timing import EventTimer
 
 B, T, H, HV, K, V, BT = 1, 21, 1, 2, 16, 16, 16
 CONFIG = Config(tuning={"isolate": "none"}, measure=Measure(warmup_rounds=1, min_rounds=10, max_rounds=10))
-SPEC = registry.lookup("chunk_bwd_dv_local")
+SPEC = declaration.lookup("chunk_bwd_dv_local")
 UB_OVERFLOW = 'loc("k.py":11:4): error: ub overflow, requires 1835008 bits while 1572864 bits available!'
 CANDIDATES = ("full/g=STRIDE_HV", "full/g=T_CONTIG", "sub/g=STRIDE_HV", "sub/g=T_CONTIG")
 
@@ -364,8 +368,8 @@ def cached(folder: Path) -> Config:
     return CONFIG.model_copy(update={"cache": section})
 
 
-def key_of(given: dict[str, torch.Tensor]) -> registry.Key:
-    call = registry.Call(
+def key_of(given: dict[str, torch.Tensor]) -> declaration.Key:
+    call = declaration.Call(
         tensors=(given["q"], given["k"], given["do"], given["g"], None, None), options=(BT,), scalars=(None,)
     )
     return SPEC.key(call)

@@ -11,26 +11,20 @@ import torch
 from timers import RIGHT
 
 import layout_tuner
-from layout_tuner import device as devices
-from layout_tuner import (
-    environment,
-    footprint,
-    numerics,
-    ops,
-    reference,
-    registry,
-    router,
-    warming,
-    watchdog,
-)
+from layout_tuner import ops, reference, warming
 from layout_tuner.config import Config, Measure, Tuning
+from layout_tuner.device import driver as devices
+from layout_tuner.device import environment
+from layout_tuner.dispatch import router
+from layout_tuner.dispatch.router import Router
 from layout_tuner.errors import TooLittleMemoryError
-from layout_tuner.keys import Form, bucket
-from layout_tuner.measure import EventTimer, scratch_bytes
-from layout_tuner.router import Router
-from layout_tuner.tuner import Outcome, Runs, Trial, tune
+from layout_tuner.spec import declaration
+from layout_tuner.spec.keys import Form, bucket
+from layout_tuner.tuning import deadline, memory, numerics
+from layout_tuner.tuning.timing import EventTimer, scratch_bytes
+from layout_tuner.tuning.tuner import Outcome, Runs, Trial, tune
 
-SPEC = registry.lookup("chunk_bwd_dv_local")
+SPEC = declaration.lookup("chunk_bwd_dv_local")
 CANDIDATES = ("full/g=STRIDE_HV", "full/g=T_CONTIG", "sub/g=STRIDE_HV", "sub/g=T_CONTIG")
 DEFAULT, OTHER = "full/g=T_CONTIG", "full/g=STRIDE_HV"
 BT, T = 16, 21
@@ -109,7 +103,7 @@ def launched(sim) -> list[str]:
 
 def test_the_fastest_but_wrong_never_wins_and_stays_out_after_a_restart(sim, tmp_path, monkeypatch):
     set_costs(sim, dict(zip(CANDIDATES, (2.0, 1.0, 0.1, 0.1), strict=True)))
-    kernels = registry.importlib.import_module("layout_tuner.kernels.dv_local")
+    kernels = declaration.importlib.import_module("layout_tuner.kernels.dv_local")
     right = kernels.chunk_bwd_dv_local_sub
 
     class Wrong:
@@ -194,7 +188,7 @@ def occupied(sim, monkeypatch) -> Iterator[list[float]]:
     monkeypatch.setattr(devices, "event", Event)
     monkeypatch.setattr(devices, "synchronize", wait)
     yield until
-    while watchdog.left_behind():
+    while deadline.left_behind():
         time.sleep(0.01)
 
 
@@ -278,10 +272,12 @@ import npu_sim.sim as sim
 sim.install(devices=1)
 sim.attach_triton()
 import layout_tuner, torch
-from layout_tuner import device as devices, ops, registry
+from layout_tuner.device import driver as devices
+from layout_tuner import ops
+from layout_tuner.spec import declaration as registry
 from layout_tuner.config import Config
-from layout_tuner.measure import EventTimer
-from layout_tuner.router import Router
+from layout_tuner.tuning.timing import EventTimer
+from layout_tuner.dispatch.router import Router
 spec = registry.lookup("chunk_bwd_dv_local")
 form = "BT=16,g=float32@STRIDE_HV"
 key = spec.key_for({"B": 1, "T": 4, "H": 1, "HV": 2, "K": 16, "V": 16}, dtype="float32", form=spec.form_named(form))
@@ -366,7 +362,7 @@ def test_ten_thousand_packed_calls_tune_each_bucket_once(sim, tmp_path, monkeypa
 def test_a_fifth_more_than_the_estimate_has_to_be_free(sim, tmp_path, share, tuned):
     set_costs(sim, dict(zip(CANDIDATES, (0.5, 1.0, 2.0, 2.0), strict=True)))
     given = arguments()
-    needed = footprint.tuning_bytes(SPEC, KEY, oracle_limit=1024 << 20, scratch=scratch_bytes(npu()))
+    needed = memory.tuning_bytes(SPEC, KEY, oracle_limit=1024 << 20, scratch=scratch_bytes(npu()))
     sim.set_properties(L2_cache_size=1 << 10, total_memory=torch.npu.memory_allocated() + int(share * needed))
     with layout_tuner.enable(config(tmp_path)):
         assert_right(given)
@@ -379,7 +375,7 @@ def test_a_fifth_more_than_the_estimate_has_to_be_free(sim, tmp_path, share, tun
 def test_want_of_memory_is_said_once_and_counted(sim, tmp_path, caplog):
     given = arguments()
     sim.set_properties(L2_cache_size=1 << 10, total_memory=torch.npu.memory_allocated() + (64 << 10))
-    layout_tuner.counters.reset()
+    layout_tuner.dispatch.counters.reset()
     with layout_tuner.enable(config(tmp_path)):
         for _ in range(3):
             assert_right(given)
@@ -389,17 +385,17 @@ def test_want_of_memory_is_said_once_and_counted(sim, tmp_path, caplog):
         Router(config(tmp_path)).tune(SPEC, KEY, npu())
 
 
-@pytest.mark.parametrize("op", registry.names())
+@pytest.mark.parametrize("op", declaration.names())
 def test_tuning_takes_no_more_memory_than_is_estimated(sim, op):
-    spec = registry.lookup(op)
+    spec = declaration.lookup(op)
     form = spec.every_form[0]
     sizes = {"B": 1, "T": 24, "H": 2, "HV": 4, "K": 16, "V": 16}
     key = spec.key_for(sizes, dtype="float32", form=form.changed(BT="16") if "BT" in form else form)
     for limit in (1, 1 << 30):
         torch.npu.reset_peak_memory_stats()
         before = torch.npu.memory_allocated()
-        experiment = layout_tuner.experiment.Experiment(spec, key, npu(), oracle_limit=limit)
+        experiment = layout_tuner.tuning.experiment.Experiment(spec, key, npu(), oracle_limit=limit)
         assert experiment.prepare(experiment.default).check().right
         peak = torch.npu.max_memory_allocated() - before
-        part = footprint.oracle_bytes(spec, key) if limit > 1 else footprint.oracle_bytes(spec, key) // 2
-        assert peak <= footprint.tuning_bytes(spec, key, oracle_limit=part, scratch=0), op
+        part = memory.oracle_bytes(spec, key) if limit > 1 else memory.oracle_bytes(spec, key) // 2
+        assert peak <= memory.tuning_bytes(spec, key, oracle_limit=part, scratch=0), op

@@ -34,7 +34,7 @@ def simulate(events: list[tuple[str, dict[str, object], object]]) -> None:
             sim.launch_hang(kernel, float(what.removeprefix("hang ")), **constants)
         else:
             sim.launch_cost(kernel, what, **constants)
-    measure = importlib.import_module("layout_tuner.measure")
+    measure = importlib.import_module("layout_tuner.tuning.timing")
     taken = measure.EventTimer.round_us
 
     def round_us(self, runs):

@@ -20,9 +20,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
+import device_api
 import torch
+import triton_bridge
 
-from . import build, device_api, triton_bridge
+import build
+
 from .device_api import Properties
 from .triton_bridge import Cost, Launch
 

@@ -10,7 +10,7 @@ import torch
 from triton.runtime import interpreter
 
 from layout_tuner.ascend.candidates import named_arguments
-from layout_tuner.launcher import LaunchRecord
+from layout_tuner.launch.launcher import LaunchRecord
 
 Addresses = numpy.ndarray[Any, Any]
 # (what is done, bytes of an element, addresses, those that are not masked) -> those that may be touched

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import torch
 
-from layout_tuner import inputs
-from layout_tuner.experiment import Experiment
-from layout_tuner.keys import Form, Key
-from layout_tuner.prepare import Prepared
-from layout_tuner.registry import DTYPES, OpSpec
+from layout_tuner.launch.prepared import Prepared
+from layout_tuner.spec.declaration import DTYPES, OpSpec
+from layout_tuner.spec.keys import Form, Key
+from layout_tuner.tuning import inputs
+from layout_tuner.tuning.experiment import Experiment
 
 SIZES = {"B": 2, "T": 67, "H": 1, "HV": 2, "K": 24, "V": 40}
 MORE_HEADS = {"H": 2, "HV": 4}

@@ -13,7 +13,7 @@ from triton.backends.nvidia.driver import make_launcher
 from triton.runtime import jit
 from triton.runtime.driver import driver
 
-from layout_tuner import direct
+from layout_tuner.launch import direct
 
 STREAM = 77
 # Of `chunk_bwd_dv_local_full`.

@@ -3,9 +3,9 @@
 import random
 from collections.abc import Callable, Mapping, Sequence
 
-from layout_tuner.measure import Run
-from layout_tuner.prepare import Prepared
-from layout_tuner.tuner import Check, Runs, Trial
+from layout_tuner.launch.prepared import Prepared
+from layout_tuner.tuning.timing import Run
+from layout_tuner.tuning.tuner import Check, Runs, Trial
 
 RIGHT = Check(error=0.0, limit=1e-4, output="out")
 WRONG = Check(error=0.5, limit=1e-4, output="out")

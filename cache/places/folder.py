@@ -1,0 +1,176 @@
+"""Decisions on a network file system: each host writes a file of its own, and readers merge all of them.
+
+SQLite's locks and shared memory do not hold between hosts, so no file has two writers. For the file
+`decisions.sqlite`, host `node7` writes `decisions.node7-<id>.sqlite` next to it.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from ..evidence import choose
+from ..faults import Fault, StoreError
+from ..hosts import this_host
+from ..merge import Evidence
+from ..misses import frequency
+from ..records import DecisionRecord, EnvironmentRecord, KeyRecord, MissRecord
+from ..sqlite.file import Store, in_wal_mode
+
+logger = logging.getLogger(__name__)
+
+_Record = TypeVar("_Record")
+
+_MAX_PEERS = 4096
+_MAX_OPEN = 64
+
+
+def host_file(path: Path, host: str) -> Path:
+    """The file that a host writes instead of `path`."""
+    return path.with_name(f"{path.stem}.{host}{path.suffix}")
+
+
+def host_files(path: Path) -> list[Path]:
+    """Every file that hosts wrote instead of `path`, and `path` itself where it exists."""
+    own = re.compile(re.escape(path.stem) + r"\.[A-Za-z0-9._-]+" + re.escape(path.suffix))
+    try:
+        found = [each for each in path.parent.iterdir() if own.fullmatch(each.name)]
+    except OSError:
+        return []
+    return sorted(found)[:_MAX_PEERS] + ([path] if path.exists() else [])
+
+
+class FolderStore:
+    """The files of all hosts as one store; only this host's is written.
+
+    Attributes:
+        path: The file that they stand for.
+        read_only: Whether not even this host's file is written, nor made where there is none.
+    """
+
+    def __init__(self, path: Path, *, host: str | None = None, read_only: bool = False) -> None:
+        """Opens this host's file.
+
+        Args:
+            path: The file that all hosts name.
+            host: This host.
+            read_only: Only read what hosts have written so far.
+
+        Raises:
+            StoreError: This host's file can be neither used nor made.
+        """
+        self.path = path
+        self.read_only = read_only
+        self._own_path = host_file(path, host or this_host())
+        self._own = None if read_only else Store(self._own_path, journal="delete", host=host)
+        self._peers: dict[Path, Store] = {}
+        self._said: set[Path] = set()
+
+    @property
+    def name(self) -> str:
+        """This host's file, or the one that all of them stand for."""
+        return str(self.path if self.read_only else self._own_path)
+
+    @property
+    def own(self) -> Store:
+        """This host's file, to write to; raises `StoreError` where it is only read."""
+        if self._own is None:
+            raise StoreError(f"{self.path}: opened for reading only", Fault.READ_ONLY)
+        return self._own
+
+    def publish(self, decision: DecisionRecord, environment: EnvironmentRecord) -> DecisionRecord:
+        """Stores a decision in this host's file."""
+        return self.own.publish(decision, environment)
+
+    def evidence(self, key: KeyRecord, environment: str) -> tuple[DecisionRecord, ...]:
+        """Every decision for a key in an environment, of all hosts."""
+        merged = Evidence()
+        for store in self.stores():
+            for record in self._read(store, lambda each: each.evidence(key, environment)):
+                merged.add_decision(record)
+        return tuple(merged.decisions.values())
+
+    def lookup(self, key: KeyRecord, environment: str) -> DecisionRecord | None:
+        """The strongest decision whose winner is not known to fail."""
+        return choose(self.evidence(key, environment))
+
+    def decisions(self, *, environment: str | None = None, op: str | None = None) -> Iterator[DecisionRecord]:
+        """Every decision of all hosts."""
+        merged = Evidence()
+        for store in self.stores():
+            for record in self._read(store, lambda each: list(each.decisions(environment=environment, op=op))):
+                merged.add_decision(record)
+        yield from merged.decisions.values()
+
+    def environments(self) -> list[EnvironmentRecord]:
+        """Every environment, by id."""
+        merged = Evidence()
+        for store in self.stores():
+            for record in self._read(store, lambda each: each.environments()):
+                merged.add_environment(record)
+        return [merged.environments[name] for name in sorted(merged.environments)]
+
+    def record_misses(self, misses: Iterable[MissRecord]) -> None:
+        """Adds misses to their counts, in this host's file."""
+        self.own.record_misses(misses)
+
+    def misses(self, environment: str | None = None) -> list[MissRecord]:
+        """Every miss of all hosts, the most frequent first."""
+        merged = Evidence()
+        for store in self.stores():
+            for miss in self._read(store, lambda each: each.misses(environment)):
+                merged.add_miss(miss)
+        return sorted(merged.misses.values(), key=frequency)
+
+    def close(self) -> None:
+        """Closes every file."""
+        if self._own is not None:
+            self._own.close()
+        for store in self._peers.values():
+            store.close()
+
+    def stores(self) -> Iterator[Store]:
+        """This host's file, then those of the others, as far as they can be read now."""
+        if self._own is not None:
+            yield self._own
+        for path in host_files(self.path):
+            if self._own is not None and path == self._own_path:
+                continue
+            store = self._peers.get(path)
+            if store is None:
+                try:
+                    store = _peer(path)
+                except StoreError as error:
+                    self._say(path, error)
+                    continue
+                self._peers[path] = store
+            yield store
+
+    def _read(self, store: Store, action: Callable[[Store], Iterable[_Record]]) -> Iterable[_Record]:
+        """What a store holds. Another host may be in the middle of writing its file; one's own file has to work."""
+        if store is self._own:
+            return action(store)
+        try:
+            return action(store)
+        except StoreError as error:
+            store.close()
+            self._say(store.path, error)
+            return ()
+        finally:
+            # There may be more hosts than a process may have files open.
+            if len(self._peers) > _MAX_OPEN:
+                store.close()
+
+    def _say(self, path: Path, error: StoreError) -> None:
+        """Says once that a file is left out. An empty one is about to be begun by its host: worth no warning."""
+        if path not in self._said:
+            self._said.add(path)
+            level = logging.INFO if error.fault is Fault.UNAVAILABLE else logging.WARNING
+            logger.log(level, "%s; left out for now", error)
+
+
+def _peer(path: Path) -> Store:
+    """A file that another host may be writing, or one from before that no host writes any more."""
+    in_use_in_place = path.with_name(f"{path.name}-wal").exists()
+    return Store(path, read_only=True) if in_use_in_place or not in_wal_mode(path) else Store(path, immutable=True)

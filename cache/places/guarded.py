@@ -1,0 +1,217 @@
+"""A store that may fail behind one that does not: trouble is said once, memory takes over, the store is tried again."""
+
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+from layout_tuner.forking import ProcessLock
+
+from ..evidence import choose
+from ..faults import Fault, store_error
+from ..interface import DecisionStore
+from ..memory import MemoryStore
+from ..merge import Slot, slot_of
+from ..records import DecisionRecord, EnvironmentRecord, KeyRecord, MissRecord
+from ..validation import RefusedRowError
+
+logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+
+FIRST_RETRY_S = 5.0
+LAST_RETRY_S = 300.0
+
+
+class GuardedStore:
+    """The operations of a store, none of which raises anything but `RefusedRowError`.
+
+    While the store cannot be used, what is published is kept in memory, answers lookups, and is written once the store
+    answers again. The store is tried again after a pause that grows from outage to outage.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        opener: Callable[[Fault | None], DecisionStore],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Opens the store, or starts without it.
+
+        Args:
+            name: Where it keeps things, for people.
+            opener: Opens it; is told the fault that ended its last use.
+            clock: Seconds that only go forward.
+        """
+        self.name = name
+        self._opener = opener
+        self._clock = clock
+        self._lock = ProcessLock()
+        self._store: DecisionStore | None = None
+        self._memory = MemoryStore()
+        self._pending: dict[Slot, tuple[DecisionRecord, EnvironmentRecord]] = {}
+        self._pending_misses = MemoryStore()
+        self._fault: Fault | None = None
+        self._said = False
+        self._pause_s = FIRST_RETRY_S
+        self._open_at = self._write_at = clock()
+        self._opened()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the store behind did all that was last asked of it."""
+        return not self._said
+
+    @property
+    def place(self) -> str:
+        """Where what was published lies, for people: the file, or memory while the file cannot be used."""
+        return self.name if self.healthy else f"memory only, {self.name} cannot be used"
+
+    def behind(self) -> DecisionStore | None:
+        """The store behind, to be read at length; None where it cannot be used now."""
+        return self._opened()
+
+    def publish(self, decision: DecisionRecord, environment: EnvironmentRecord) -> DecisionRecord:
+        """Stores a decision, in memory where nothing better is to be had; returns it as stored."""
+        stored = self._try(lambda store: store.publish(decision, environment), write=True)
+        if stored is not None:
+            return stored
+        kept = self._memory.publish(decision, environment)
+        with self._lock:
+            self._pending[slot_of(kept)] = (kept, environment)
+        return kept
+
+    def evidence(self, key: KeyRecord, environment: str) -> tuple[DecisionRecord, ...]:
+        """Every decision for a key in an environment."""
+        found = self._try(lambda store: store.evidence(key, environment)) or ()
+        return tuple(self._with_waiting(found, lambda record: record.key == key and record.environment == environment))
+
+    def lookup(self, key: KeyRecord, environment: str) -> DecisionRecord | None:
+        """The strongest decision whose winner is not known to fail."""
+        return choose(self.evidence(key, environment))
+
+    def decisions(self, *, environment: str | None = None, op: str | None = None) -> Iterator[DecisionRecord]:
+        """Every decision."""
+        found = self._try(lambda store: list(store.decisions(environment=environment, op=op))) or []
+        yield from self._with_waiting(
+            found, lambda record: environment in (None, record.environment) and op in (None, record.key.op)
+        )
+
+    def environments(self) -> list[EnvironmentRecord]:
+        """Every environment, by id."""
+        found = {each.id: each for each in self._memory.environments()}
+        found |= {each.id: each for each in self._try(lambda store: store.environments()) or []}
+        return [found[name] for name in sorted(found)]
+
+    def record_misses(self, misses: Iterable[MissRecord]) -> None:
+        """Adds misses to their counts."""
+        kept = list(misses)
+
+        def record(store: DecisionStore) -> bool:
+            store.record_misses(kept)
+            return True
+
+        if not self._try(record, write=True):
+            with self._lock:
+                self._pending_misses.record_misses(kept)
+
+    def misses(self, environment: str | None = None) -> list[MissRecord]:
+        """Every miss, the most frequent first."""
+        both = MemoryStore()
+        both.record_misses(self._try(lambda store: store.misses(environment)) or [])
+        with self._lock:
+            both.record_misses(self._pending_misses.misses(environment))
+        return both.misses()
+
+    def close(self) -> None:
+        """Writes what waits, if that works at once, and gives the store back."""
+        with self._lock:
+            if self._waiting():
+                self._try(lambda store: True, write=True)
+            if self._store is not None:
+                with contextlib.suppress(Exception):
+                    self._store.close()
+
+    def _with_waiting(
+        self, found: Iterable[DecisionRecord], wanted: Callable[[DecisionRecord], bool]
+    ) -> list[DecisionRecord]:
+        """What the store holds, with what waits to be written in place of what it will replace."""
+        with self._lock:
+            waiting = {slot: record for slot, (record, _) in self._pending.items() if wanted(record)}
+        return [*(record for record in found if slot_of(record) not in waiting), *waiting.values()]
+
+    def _try(self, action: Callable[[DecisionStore], _Result], *, write: bool = False) -> _Result | None:
+        """What an action on the store returns; None where the store cannot be used for it."""
+        store = self._opened()
+        if store is None or (write and self._clock() < self._write_at):
+            return None
+        try:
+            if self._waiting():
+                self._flush(store)
+            result = action(store)
+        except RefusedRowError:
+            # What was asked is at fault, not the store.
+            raise
+        except Exception as error:
+            self._failed(error)
+            return None
+        if self._said and (write or self._fault is not Fault.READ_ONLY):
+            self._healed()
+        return result
+
+    def _opened(self) -> DecisionStore | None:
+        """The store, opened if it is not and its time has come."""
+        store = self._store
+        if store is not None and not (self._fault is Fault.READ_ONLY and self._clock() >= self._write_at):
+            return store
+        with self._lock:
+            if self._clock() < self._open_at:
+                return self._store
+            try:
+                # What could only be read may be writable by now, which only opening it anew shows.
+                if self._store is not None:
+                    self._store.close()
+                self._store = self._opener(self._fault)
+            except Exception as error:
+                self._failed(error)
+            return self._store
+
+    def _flush(self, store: DecisionStore) -> None:
+        with self._lock:
+            if self._clock() < self._write_at:
+                return
+            for slot, (record, environment) in list(self._pending.items()):
+                store.publish(record, environment)
+                del self._pending[slot]
+            if waiting := self._pending_misses.misses():
+                store.record_misses(waiting)
+                self._pending_misses = MemoryStore()
+
+    def _waiting(self) -> bool:
+        """Whether there is something to write as soon as the store answers again."""
+        return bool(self._pending) or bool(self._pending_misses.misses())
+
+    def _failed(self, trouble: Exception) -> None:
+        # What was not foreseen is trouble with the store like any other: an op goes on without it.
+        error = store_error(self.name, trouble)
+        with self._lock:
+            self._fault = error.fault
+            self._write_at = self._clock() + random.uniform(0.5, 1.0) * self._pause_s
+            self._pause_s = min(2 * self._pause_s, LAST_RETRY_S)
+            if error.fault is not Fault.READ_ONLY:
+                self._open_at = self._write_at
+                if self._store is not None:
+                    with contextlib.suppress(Exception):
+                        self._store.close()
+                    self._store = None
+            if not self._said:
+                self._said = True
+                logger.warning("%s; decisions are kept in memory until it can be used again", error)
+
+    def _healed(self) -> None:
+        with self._lock:
+            self._fault, self._said, self._pause_s = None, False, FIRST_RETRY_S
+        logger.info("%s: answers again", self.name)

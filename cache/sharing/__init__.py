@@ -1,0 +1,1 @@
+"""Decision files between machines: exports, merges, pins, and what is wrong with one."""

@@ -1,0 +1,1 @@
+"""The compiler's modules in MLIR's generic form: parsed, and walked operation by operation."""

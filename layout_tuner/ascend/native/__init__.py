@@ -1,0 +1,1 @@
+"""Compiled kernels, built for this CPU and run."""

@@ -1,0 +1,428 @@
+"""Questions to the device and its driver; the only module that asks torch.npu, torch.cuda or Triton's runtime.
+
+Triton's interpreter stands in for a device on a plain CPU. Its `tl.dot` multiplies the raw 16-bit integers of
+bfloat16 operands in every release tried (3.2 of triton-ascend, 3.6, 3.7.1, 3.8, 3.9), and its casts to bfloat16 round
+toward zero where devices round to nearest; `mend_interpreter` puts both right, and `interpreter_is_right` says whether
+it did.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import logging
+import os
+import re
+import secrets
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ..errors import ConfigError, UnsupportedProblemError
+
+log = logging.getLogger(__name__)
+
+# Programs launched per core: an NPU core runs one program at a time; a multiprocessor hides latency with several.
+PROGRAMS_PER_CORE = {"npu": 1, "cuda": 32, "cpu": 1}
+INTERPRETED_PROGRAMS = 4
+ACCELERATORS = ("npu", "cuda")
+# An Ascend 910B's second-level cache, of which torch_npu before 7.2 says nothing.
+MOST_CACHE_BYTES = {"npu": 192 << 20}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """What launches and tile choices need to know of a device.
+
+    Attributes:
+        kind: `npu`, `cuda` or `cpu`.
+        name: Model, as the driver names it.
+        cube_programs: Programs of a launch bound by the matrix unit.
+        vector_programs: Programs of a launch bound by the vector units.
+        cores: Cube cores of an NPU, multiprocessors of a GPU.
+    """
+
+    kind: str
+    name: str
+    cube_programs: int
+    vector_programs: int
+    cores: int = 1
+
+    @property
+    def tiles(self) -> str:
+        """The family of tile choices: `cuda`, or `ascend` for an NPU and for the interpreter."""
+        return "cuda" if self.kind == "cuda" else "ascend"
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool: ...
+
+    def elapsed_time(self, end: Any) -> float: ...
+
+
+def resolve(name: str | None = None) -> torch.device:
+    """The device of that name, or the accelerator there is, or the CPU.
+
+    Args:
+        name: `npu`, `cuda:1`, `cpu`, ...; None picks. A simulated device is never picked by itself.
+
+    Raises:
+        ConfigError: No such device here.
+    """
+    if name is None:
+        for kind in ACCELERATORS:
+            module = getattr(torch, kind, None)
+            if module is not None and module.is_available() and not simulated(kind):
+                return torch.device(kind, module.current_device())
+        return torch.device("cpu")
+    try:
+        device = torch.device(name)
+        if device.type == "cpu":
+            return device
+        module = torch.get_device_module(device)
+        available = module.is_available()
+        count = module.device_count() if available else 0
+    except (RuntimeError, AttributeError) as error:
+        raise ConfigError(f"device {name!r}: {str(error).splitlines()[0]}") from error
+    if not available:
+        raise ConfigError(f"device {name!r}: torch {torch.__version__} sees no such device on this machine")
+    index = module.current_device() if device.index is None else device.index
+    if index >= count:
+        raise ConfigError(f"device {name!r}: this machine has {count} of them, numbered from 0")
+    return torch.device(device.type, index)
+
+
+def named(name: str) -> torch.device:
+    """A device by its full name, with the library that gives torch its kind where torch does not load that itself."""
+    kind = name.partition(":")[0]
+    if kind != "cpu" and not hasattr(torch, kind):
+        importlib.import_module(f"torch_{kind}")
+    return torch.device(name)
+
+
+def guard(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a device the current one: launches go to the current device, whatever device their tensors are on."""
+    if device.type == "cpu":
+        return nullcontext()
+    made: AbstractContextManager[object] = torch.get_device_module(device).device(device.index)
+    return made
+
+
+def several(device: torch.device) -> bool:
+    """Whether there is more than one device of that kind, so that the current one may be another."""
+    return device.type not in ("cpu", "meta") and torch.get_device_module(device).device_count() > 1
+
+
+def is_current(device: torch.device) -> bool:
+    """Whether a device of an accelerator is the one that launches go to now."""
+    index: int = torch.get_device_module(device).current_device()
+    return index == device.index
+
+
+def simulated(kind: str) -> bool:
+    """Whether that kind of device is a simulation, which marks its module with `is_simulated`."""
+    return bool(getattr(getattr(torch, kind, None), "is_simulated", False))
+
+
+@functools.cache
+def chip(device: torch.device) -> Chip:
+    """The facts of a device; asked of the driver once."""
+    if device.type == "cpu":
+        return Chip(kind="cpu", name="cpu", cube_programs=INTERPRETED_PROGRAMS, vector_programs=INTERPRETED_PROGRAMS)
+    properties = torch.get_device_module(device).get_device_properties(device)
+    per_core = PROGRAMS_PER_CORE.get(device.type, 1)
+    if device.type == "npu":
+        cube, vector = npu_cores(device, properties)
+    else:
+        cube = vector = properties.multi_processor_count
+    return Chip(
+        kind=device.type,
+        name=properties.name,
+        cube_programs=cube * per_core,
+        vector_programs=vector * per_core,
+        cores=cube,
+    )
+
+
+def npu_cores(device: torch.device, properties: Any) -> tuple[int, int]:
+    """Cube and vector cores of an NPU: from torch_npu where it knows them, else from Triton's driver."""
+    cube, vector = getattr(properties, "cube_core_num", 0), getattr(properties, "vector_core_num", 0)
+    if cube and vector:
+        return cube, vector
+    from triton.runtime import driver
+
+    found = driver.active.utils.get_device_properties(device.index or 0)
+    return found["num_aicore"], found["num_vectorcore"]
+
+
+def event(device: torch.device) -> Event:
+    """A timing event of the device: `record()`, then, after `synchronize`, `start.elapsed_time(end)` in ms."""
+    made: Event = torch.get_device_module(device).Event(enable_timing=True)
+    return made
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all its work."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream records a graph, during which nothing may be timed or allocated freely."""
+    if device.type == "cpu":
+        return False
+    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return bool(ask and ask())
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory of the device that this process can have, in bytes; None where nobody says.
+
+    What torch has taken from the driver and does not use at the moment counts.
+    """
+    module = torch.get_device_module(device) if device.type != "cpu" else None
+    ask = getattr(module, "mem_get_info", None)
+    if module is None or ask is None:
+        return None
+    return int(ask(device)[0] + module.memory_reserved(device) - module.memory_allocated(device))
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Size of the device's second-level cache in bytes; where nobody says, what devices have at most."""
+    if device.type == "cpu":
+        return 0
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return int(getattr(properties, "L2_cache_size", 0) or MOST_CACHE_BYTES.get(device.type, 64 << 20))
+
+
+def forked(device: torch.device) -> bool:
+    """Whether this process was forked from one that had used the device, which it cannot use then."""
+    if device.type == "cpu":
+        return False
+    ask = getattr(torch.get_device_module(device), "_is_in_bad_fork", None)
+    return bool(ask and ask())
+
+
+def identity(device: torch.device) -> str:
+    """What tells a device from others of its model, whatever their numbers; empty where nobody says."""
+    if device.type == "cpu":
+        return ""
+    return str(getattr(torch.get_device_module(device).get_device_properties(device), "uuid", ""))
+
+
+def multi_process() -> bool:
+    """Whether this process is one of several ranks: ranks that tune apart would wait for each other for ever."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def release(device: torch.device) -> None:
+    """Return cached memory to the device after an allocation failed."""
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
+
+
+# -- what went wrong -----------------------------------------------------------------------------------------------
+
+# torch_npu 7.x raises a plain RuntimeError; 207001 is CANN's code for memory it cannot allocate.
+_OUT_OF_MEMORY = re.compile(
+    r"\b(NPU|CUDA) out of memory|error code is 207001|(CUDA error|Triton Error \[\w+\]): out of memory|_ALLOC_FAILED\b"
+)
+# How torch_npu, CANN, torch's CUDA and Triton's launchers name an error of the runtime.
+_FAULTED = re.compile(
+    r"(NPU|OPS|ACL) function error|\bERR\d{5}\b|The Inner error is reported|error code(?: is|:)? ?\d{6}\b"
+    r"|CUDA error: |Triton Error \["
+)
+# Of those, what ends a process's use of the device: CANN's codes of the runtime and of cores that stopped, CUDA's
+# errors that stay.
+_LOST = re.compile(
+    r"error code(?: is|:)? ?507\d{3}\b|The Inner error is reported|core (execution|exception) is abnormal"
+    r"|(CUDA error|Triton Error \[\w+\]): (an illegal|misaligned|device-side assert|unspecified launch"
+    r"|the launch timed out|hardware|invalid program counter|uncorrectable)"
+)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that the device's memory, or the host's, is too small."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
+
+
+def faulted(error: BaseException) -> bool:
+    """Whether an exception carries an error of the device's runtime, want of memory apart."""
+    accelerator = getattr(torch, "AcceleratorError", None)
+    if accelerator is not None and isinstance(error, accelerator):
+        return True
+    return lost(error) or _FAULTED.search(str(error)) is not None
+
+
+def lost(error: BaseException) -> bool:
+    """Whether the device does nothing more for this process after an exception."""
+    return _LOST.search(str(error)) is not None
+
+
+def answers(device: torch.device) -> bool:
+    """Whether the device does what it is given: a number that was never in its memory comes back, one larger.
+
+    Waits for all work before it, so that a hung device would not let it return.
+    """
+    number = secrets.randbelow(1 << 30)
+    return int((torch.tensor([number], dtype=torch.int32, device=device) + 1).item()) == number + 1
+
+
+# -- Triton's interpreter --------------------------------------------------------------------------------------
+
+# Held while the interpreter runs a kernel: Triton keeps the program that runs in globals, one for all threads.
+interpreter_lock = threading.RLock()
+
+
+def _after_fork() -> None:
+    """Give a child a lock of its own: a thread that is not there any more may have held the parent's."""
+    global interpreter_lock
+    interpreter_lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def interpreted(kernel: object) -> bool:
+    """Whether a kernel was made for the interpreter, which Triton decides when the kernel's module is imported."""
+    return type(kernel).__name__ == "InterpretedFunction"
+
+
+def interpreting() -> bool:
+    """Whether kernels of this process run in the interpreter."""
+    from layout_tuner.kernels import time_axis
+
+    return interpreted(time_axis.locate_chunk)
+
+
+@functools.cache
+def mend_interpreter() -> None:
+    """Let the interpreter multiply bfloat16 operands as numbers and round to bfloat16 as devices do; done once.
+
+    Products widen their operands to fp32. Casts, and so stores, round to the nearest, ties to even; infinities and NaN
+    stay what they are.
+    """
+    import numpy
+    from triton.runtime import interpreter
+
+    builder, tl = interpreter.InterpreterBuilder, interpreter.tl
+    plain_dot, plain_cast, plain_fp_to_fp = builder.create_dot, builder.cast_impl, builder.create_fp_to_fp
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.bfloat16:  # which the interpreter stores as its 16 bits
+            return handle
+        wide = (handle.data.astype(numpy.uint32) << 16).view(numpy.float32)
+        return interpreter.TensorHandle(wide, tl.float32)
+
+    def rounded(values: Any) -> Any:
+        near = torch.from_numpy(numpy.array(values, dtype=numpy.float32)).to(torch.bfloat16)
+        return interpreter.TensorHandle(near.view(torch.int16).numpy().view(numpy.uint16), tl.bfloat16)
+
+    @functools.wraps(plain_dot)
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any, **named: Any) -> Any:
+        return plain_dot(self, widened(a), widened(b), *rest, **named)
+
+    @functools.wraps(plain_cast)
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        wide = widened(src)
+        return rounded(wide.data) if dst_type.scalar == tl.bfloat16 else plain_cast(self, wide, dst_type)
+
+    @functools.wraps(plain_fp_to_fp)
+    def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
+        if dst_type.scalar == tl.bfloat16 and "RTZ" not in str(rounding_mode):
+            return cast_impl(self, src, dst_type)
+        return plain_fp_to_fp(self, src, dst_type, rounding_mode)
+
+    builder.create_dot, builder.cast_impl, builder.create_fp_to_fp = create_dot, cast_impl, create_fp_to_fp
+
+
+@functools.cache
+def interpreter_is_right() -> bool:
+    """Whether this process's interpreter multiplies bfloat16 and rounds to it as devices do; runs one small kernel."""
+    from layout_tuner.kernels import probe
+
+    mend_interpreter()
+    generator = torch.Generator("cpu").manual_seed(0)
+    a, b = (torch.randn(16, 16, generator=generator, dtype=torch.float32, device="cpu").bfloat16() for _ in range(2))
+    product = torch.full((16, 16), float("nan"), dtype=torch.float32, device="cpu")
+    stored = product.to(torch.bfloat16)
+    with interpreter_lock:
+        probe.dot_probe[(1,)](a, b, product, stored, N=16)
+    wanted = a.float() @ b.float()
+    return bool((product - wanted).norm() <= 1e-2 * wanted.norm()) and torch.equal(stored, product.to(torch.bfloat16))
+
+
+def require_running(op: str, dtype: str, device: torch.device) -> None:
+    """Raise where Triton cannot run kernels on a device, saying what to do; puts the interpreter's bfloat16 right.
+
+    Args:
+        op: Name of the op, for the message.
+        dtype: Of its main tensor, by torch's name.
+        device: Where its tensors are.
+
+    Raises:
+        UnsupportedProblemError: CPU tensors outside the interpreter, or an interpreter that computes bfloat16
+            wrongly.
+    """
+    if not interpreting():
+        if device.type == "cpu":
+            wanted = "set TRITON_INTERPRET=1 before Triton is imported"
+            raise UnsupportedProblemError(op, [f"tensors on a CPU run in Triton's interpreter only: {wanted}"])
+        return
+    mend_interpreter()
+    if dtype == "bfloat16" and not interpreter_is_right():
+        name, version = triton_distribution()
+        raise UnsupportedProblemError(
+            op, [f"the interpreter of {name} {version} computes bfloat16 wrongly: use fp16 or fp32"]
+        )
+
+
+def triton_distribution() -> tuple[str, str]:
+    """Name and version of the installed Triton: `triton.__version__` does not tell `triton-ascend` from `triton`."""
+    for name in ("triton-ascend", "triton"):
+        try:
+            return name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "triton", "none"
+
+
+# -- Triton's driver -------------------------------------------------------------------------------------------
+
+
+def launch_target() -> str:
+    """What Triton launches kernels on: `cuda`, `npu`, ...; empty where it finds no device."""
+    from triton.runtime import driver
+
+    try:
+        return str(driver.active.get_current_target().backend)
+    except RuntimeError:
+        return ""
+
+
+def launch_index() -> int:
+    """Index of the device that Triton launches on now."""
+    from triton.runtime import driver
+
+    return int(driver.active.get_current_device())
+
+
+def raw_stream() -> Callable[[int], int]:
+    """Triton's function from the index of a device to its current stream, as launchers take it."""
+    from triton.runtime import driver
+
+    made: Callable[[int], int] = driver.active.get_current_stream
+    return made

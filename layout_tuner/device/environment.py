@@ -1,0 +1,91 @@
+"""What a timing is valid in: the fingerprint of device, driver, runtime and compiler.
+
+An environment is a namespace. Decisions of another one are kept and do not match; nothing is thrown away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from . import driver as devices
+
+PREDICTED = "predicted:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """An environment.
+
+    Attributes:
+        id: Readable name and a hash over the facts: `NVIDIA H200 #3fa9c1d2`.
+        facts: Device model and cores, runtime and driver, torch, torch_npu, Triton's distribution and version.
+    """
+
+    id: str
+    facts: Mapping[str, str]
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether kernels run in Triton's interpreter, whose times say nothing about any device."""
+        return self.facts.get("interpreter") == "1"
+
+
+@functools.cache
+def environment(device: torch.device) -> Environment:
+    """The environment of a device in this process; read once."""
+    name, version = devices.triton_distribution()
+    facts = {"device": device.type, "torch": torch.__version__, name: version}
+    if devices.interpreting():
+        # Kernels of an interpreted process never reach the device, whatever tensors they are given.
+        facts |= {"interpreter": "1", "machine": platform.machine()}
+    if device.type == "cpu":
+        facts["model"] = "Triton interpreter" if devices.interpreting() else "cpu"
+    else:
+        chip = devices.chip(device)
+        facts |= {"model": chip.name, "cube programs": str(chip.cube_programs)}
+        facts |= {"vector programs": str(chip.vector_programs)}
+        facts |= npu_facts() if device.type == "npu" else cuda_facts()
+        if devices.simulated(device.type):
+            facts["simulated"] = "1"
+    return Environment(id=f"{facts['model']} #{digest(facts)}", facts=facts)
+
+
+def digest(facts: Mapping[str, str]) -> str:
+    """Eight hex digits over the facts."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def cuda_facts() -> dict[str, str]:
+    """Runtime and driver of an NVIDIA GPU."""
+    facts = {"cuda": str(torch.version.cuda)}
+    driver = getattr(torch._C, "_cuda_getDriverVersion", None)
+    if driver is not None:
+        facts["driver"] = str(driver())
+    return facts
+
+
+def npu_facts() -> dict[str, str]:
+    """CANN, driver and torch_npu of an Ascend NPU, from torch_npu >= 2.6; what it cannot tell is left out."""
+    import importlib.metadata
+
+    facts = {}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        facts["torch_npu"] = importlib.metadata.version("torch_npu")
+    ask = getattr(getattr(getattr(torch, "npu", None), "utils", None), "get_cann_version", None)
+    for fact, module in (("cann", "CANN"), ("driver", "DRIVER")):
+        try:
+            found = ask(module) if ask else ""
+        except (RuntimeError, OSError, KeyError, ValueError):
+            found = ""
+        if found:
+            facts[fact] = str(found)
+    facts.setdefault("cann", str(getattr(torch.version, "cann", "") or "unknown"))
+    return facts

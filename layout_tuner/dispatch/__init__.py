@@ -1,0 +1,1 @@
+"""Which candidate a call runs, and what became of calls."""

@@ -1,0 +1,226 @@
+"""A kernel with its compile-time constants bound, launched with the run-time arguments in order.
+
+Every launch of this project passes here, and none names `num_warps` or `num_stages`. The first launch with arguments
+of some kind goes through Triton, which compiles; the next ones launch what it compiled, see `direct`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ..device import driver as devices
+from ..device.failures import classify, first_line
+from ..errors import REFUSAL, REFUSED
+from . import direct
+from .direct import Constant as Constant
+from .direct import DirectLaunch
+
+log = logging.getLogger(__name__)
+
+# How often a compiler may crash over one kernel before that is its failure.
+CRASHES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchRecord:
+    """A launch that was recorded instead of run.
+
+    Attributes:
+        kernel: The jitted function.
+        grid: Programs.
+        arguments: Run-time arguments in the kernel's order: tensors, numbers or None.
+        constants: Compile-time constants by name.
+    """
+
+    kernel: Any
+    grid: int
+    arguments: tuple[Any, ...]
+    constants: Mapping[str, Constant]
+
+
+Handler = Callable[[LaunchRecord], None]
+
+_intercepting = threading.local()
+_interceptors = 0  # of all threads: one global is all that a launch asks while nobody intercepts
+_interceptors_lock = threading.RLock()
+
+
+def _after_fork() -> None:
+    """Give a child a lock of its own, and count only the thread that forked: the others are not there any more."""
+    global _interceptors, _interceptors_lock
+    _interceptors_lock = threading.RLock()
+    _interceptors = getattr(_intercepting, "depth", 0)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+@contextmanager
+def intercepting(handler: Handler) -> Iterator[None]:
+    """Hand this thread's launches to `handler`, at once and in order, instead of running them."""
+    global _interceptors
+    previous = getattr(_intercepting, "handler", None)
+    depth = getattr(_intercepting, "depth", 0)
+    _intercepting.handler, _intercepting.depth = handler, depth + 1
+    with _interceptors_lock:
+        _interceptors += 1
+    try:
+        yield
+    finally:
+        with _interceptors_lock:
+            _interceptors -= 1
+        _intercepting.handler, _intercepting.depth = previous, depth
+
+
+def intercepted() -> bool:
+    """Whether any thread intercepts launches."""
+    return _interceptors > 0
+
+
+@contextmanager
+def recording() -> Iterator[list[LaunchRecord]]:
+    """Record this thread's launches instead of running them; tensors may be on the `meta` device."""
+    records: list[LaunchRecord] = []
+    with intercepting(records.append):
+        yield records
+
+
+class BoundKernel:
+    """A kernel with its constants: `bound(grid, *run_time_arguments)` launches it on the current stream.
+
+    The arguments' device has to be the current one.
+
+    Args:
+        kernel: The jitted function.
+        constants: Its compile-time constants.
+
+    Attributes:
+        direct: Launches what was compiled for the newest kind of arguments; answers whether it did.
+        variants: The same for every kind there was; None for one that Triton has to launch.
+        names: What launching each kind takes, see `direct.Style.names`; None likewise.
+    """
+
+    __slots__ = ("constants", "direct", "kernel", "names", "parameters", "style", "variants")
+
+    def __init__(self, kernel: Any, constants: Mapping[str, Constant]) -> None:
+        self.kernel = kernel
+        self.constants = dict(constants)
+        self.variants: dict[direct.Facts, DirectLaunch | None] = {}
+        self.names: dict[direct.Facts, Mapping[str, Any] | None] = {}
+        self.direct: DirectLaunch = self.first
+        self.parameters: list[Any] | None = None
+        self.style: direct.Style | None = None
+
+    def __call__(self, grid: int, *arguments: Any) -> None:
+        if (_interceptors and self.intercept(grid, arguments)) or self.direct(grid, *arguments):
+            return
+        self.launch(grid, arguments)
+
+    def intercept(self, grid: int, arguments: tuple[Any, ...]) -> bool:
+        """Hand the launch over where this thread intercepts launches, and say whether it does."""
+        handler: Handler | None = getattr(_intercepting, "handler", None)
+        if handler is None:
+            return False
+        handler(LaunchRecord(kernel=self.kernel, grid=grid, arguments=arguments, constants=self.constants))
+        return True
+
+    def first(self, grid: int, *arguments: Any) -> bool:
+        """Find out, at the first launch, how this process launches; it is Triton's turn then."""
+        if devices.interpreted(self.kernel):
+            direct.say_interpreted()
+            self.direct = self.interpreted
+            return self.interpreted(grid, *arguments)
+        if type(self.kernel).__name__ == "JITFunction":
+            self.style = direct.style()
+            self.parameters = direct.run_time_parameters(self.kernel, self.constants)
+        self.direct = not_yet if self.style and self.parameters else self.plain
+        return False
+
+    def interpreted(self, grid: int, *arguments: Any) -> bool:
+        """Launch in Triton's interpreter, one thread at a time."""
+        with devices.interpreter_lock:
+            return self.plain(grid, *arguments)
+
+    def plain(self, grid: int, *arguments: Any) -> bool:
+        """Launch through Triton."""
+        if grid > 0:
+            self.through_triton(grid, arguments)
+        return True
+
+    def through_triton(self, grid: int, arguments: tuple[Any, ...]) -> Any:
+        """Launch through Triton, which may compile; a compiler that crashes, as Ascend's does at times, is run again.
+
+        Nothing was launched then, so that a repetition does nothing twice.
+        """
+        for _ in range(CRASHES):
+            try:
+                return self.kernel[(grid,)](*arguments, **self.constants)
+            except Exception as error:
+                if classify(error) != "crash":
+                    raise
+                log.warning("the compiler of %s crashed, trying again: %s", self.kernel, first_line(error))
+        return self.kernel[(grid,)](*arguments, **self.constants)
+
+    def launch(self, grid: int, arguments: tuple[Any, ...]) -> None:
+        """Launch arguments of another kind than the newest: directly where they are known, else through Triton."""
+        if grid <= 0:
+            return
+        known = None
+        if self.style is not None and self.parameters is not None:
+            known = direct.facts(self.parameters, arguments)
+        if known is None:
+            self.plain(grid, *arguments)
+            return
+        variant = self.variants.get(known)
+        if variant is not None and variant(grid, *arguments):
+            self.direct = variant
+            return
+        compiled = self.through_triton(grid, arguments)
+        if known not in self.variants and compiled is not None and known[0] == devices.launch_index():
+            self.keep(known, compiled)
+
+    def keep(self, known: direct.Facts, compiled: Any) -> None:
+        """Launch what was compiled for these facts directly from now on."""
+        assert self.style is not None
+        names = self.names[known] = self.style.names(compiled)
+        made = None
+        if names is not None:
+            made = direct.direct_launch(self.style, self.kernel, self.constants, known, names)
+        self.variants[known] = made
+        if made is not None:
+            self.direct = made
+
+
+def not_yet(grid: int, *arguments: Any) -> bool:
+    """Stands in until a kernel has been compiled."""
+    return False
+
+
+_bound: dict[tuple[object, ...], BoundKernel] = {}
+
+
+def bind(kernel: Any, **constants: Constant) -> BoundKernel:
+    """Bind a kernel's compile-time constants; binding the same again gives the same object, compiled kernels and all.
+
+    Raises:
+        ValueError: `num_warps` or `num_stages` among them: neither exists on an Ascend NPU, and no configuration of
+            this project sets them.
+    """
+    refused = [name for name in REFUSED if name in constants]
+    if refused:
+        raise ValueError(f"{' and '.join(refused)}: {REFUSAL}")
+    if type(kernel).__name__ != "JITFunction":  # nothing is compiled that could be kept
+        return BoundKernel(kernel, constants)
+    # True, 1 and 1.0 are equal but not the same constant.
+    same = (id(kernel), *((name, type(value), value) for name, value in constants.items()))
+    bound = _bound.get(same)
+    if bound is None or bound.kernel is not kernel:
+        bound = _bound[same] = BoundKernel(kernel, constants)
+    return bound

@@ -1,0 +1,158 @@
+"""A candidate bound to a signature: the copies it needs, its launch, and the way back to row-major results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from ..device import driver as devices
+from ..dispatch.counters import UNROUTED
+from ..spec import layouts
+from ..spec.declaration import Call, Candidate, Launch, OpSpec, Outputs, Problem
+from ..spec.layouts import Layout
+from ..spec.packing import chunks_of
+
+Tensors = Sequence["torch.Tensor | None"]
+
+
+class Prepared:
+    """What a hit calls: everything that depends on the signature is settled.
+
+    Args:
+        spec: The op.
+        problem: Key and chip.
+        candidate: What to run.
+        call: A call of the signature; only shapes, strides and what is None are looked at.
+        bare: Whether operands arrive in the plan's layouts and results may stay in them: the kernels alone.
+    """
+
+    __slots__ = (
+        "BT",
+        "candidate",
+        "contiguous",
+        "device",
+        "direct",
+        "launch",
+        "moves",
+        "name",
+        "nt_operand",
+        "packed",
+        "proven",
+        "restore",
+        "tally",
+    )
+
+    def __init__(self, spec: OpSpec, problem: Problem, candidate: Candidate, call: Call, *, bare: bool = False) -> None:
+        self.candidate = candidate
+        self.tally = UNROUTED  # counts its calls
+        self.proven = False  # whether it has run once: kernels compile and fail at their first launch
+        self.launch: Launch = spec.bind(problem, candidate)
+        self.BT = problem.BT
+        self.name = spec.name
+        self.packed = call.cu_seqlens is not None
+        by_chunk = [i for i, (o, t) in enumerate(zip(spec.operands, call.tensors)) if t is not None and "NT" in o.dims]
+        self.nt_operand = by_chunk[0] if by_chunk else None
+        device = present(call.tensors[0]).device
+        self.device = device if devices.several(device) else None
+        self.contiguous = tuple(
+            i
+            for i, (operand, tensor) in enumerate(zip(spec.operands, call.tensors))
+            if tensor is not None and not operand.time_axis and not tensor.is_contiguous()
+        )
+        self.moves: tuple[tuple[int, Layout], ...] = ()
+        self.restore: tuple[int, ...] = ()
+        if not bare:
+            found = enumerate(zip(spec.operands, call.tensors))
+            arriving = [(i, o.name, t) for i, (o, t) in found if t is not None and o.time_axis]
+            wanted = {
+                name: candidate.plan[name] if spec.moves_inputs else layouts.as_read(layouts.arrival(tensor))
+                for _, name, tensor in arriving
+            }
+            self.moves = tuple(
+                (i, wanted[name]) for i, name, tensor in arriving if layouts.must_move(tensor, wanted[name])
+            )
+            self.restore = tuple(i for i, out in enumerate(spec.outputs) if candidate.plan.t_contig(out.name))
+        # Whether the launch takes a call's arguments as they come and its results go back as they are.
+        self.direct = not (self.contiguous or self.moves or self.restore or self.packed or self.device)
+
+    def __call__(
+        self,
+        tensors: Tensors,
+        scalars: tuple[float | None, ...],
+        cu_seqlens: torch.Tensor | None,
+        chunk_indices: torch.Tensor | None,
+    ) -> Outputs:
+        if self.contiguous or self.moves:
+            tensors = self.arrange(tensors)
+        if self.packed and cu_seqlens is not None:
+            chunk_indices = chunks_of(cu_seqlens, chunk_indices, self.BT, present(tensors[0]).shape[1])
+        if self.packed and self.nt_operand is not None:
+            self.check_chunks(tensors, chunk_indices)
+        if self.device is None or devices.is_current(self.device):
+            results = self.launch(*tensors, *scalars, cu_seqlens, chunk_indices)
+        else:
+            with self.on_device():
+                results = self.launch(*tensors, *scalars, cu_seqlens, chunk_indices)
+        if self.restore:
+            results = self.row_major(results)
+        return results
+
+    def check_chunks(self, tensors: Tensors, chunk_indices: torch.Tensor | None) -> None:
+        """Refuse states for another number of chunks than a packed batch has, which no signature tells."""
+        assert self.nt_operand is not None
+        found = present(tensors[self.nt_operand]).shape[1]
+        wanted = present(chunk_indices).shape[0]
+        if found != wanted:
+            raise ValueError(f"{self.name}: wanted NT={wanted} chunks of cu_seqlens, got states for {found}")
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """Makes the operands' device the current one, where that may be another."""
+        return nullcontext() if self.device is None else devices.guard(self.device)
+
+    def arrange(self, tensors: Tensors) -> list[torch.Tensor | None]:
+        """The operands as the kernel wants them: row-major, and time-axis operands in the plan's layouts."""
+        arranged = list(tensors)
+        for i in self.contiguous:
+            arranged[i] = present(arranged[i]).contiguous()
+        for i, layout in self.moves:
+            arranged[i] = layouts.relayout(present(arranged[i]), layout)
+        return arranged
+
+    def row_major(self, results: Outputs) -> Outputs:
+        """Results with every time-axis tensor row-major, as callers read them."""
+        back = list(results)
+        for i in self.restore:
+            tensor = back[i]
+            if tensor is not None:
+                back[i] = layouts.relayout(tensor, Layout.STRIDE_HV)
+        return tuple(back)
+
+
+def present(tensor: torch.Tensor | None) -> torch.Tensor:
+    """The tensor, which is known to be there."""
+    assert tensor is not None
+    return tensor
+
+
+def copies(prepared: Prepared, call: Call, results: Outputs) -> Callable[[], object] | None:
+    """The copies alone that a prepared call makes of time-axis tensors; None where it makes none.
+
+    Args:
+        prepared: The candidate.
+        call: Its arguments.
+        results: Results of its launch, in the plan's layouts.
+    """
+    if not prepared.moves and not prepared.restore:
+        return None
+    moves = [(present(call.tensors[i]), layout) for i, layout in prepared.moves]
+    backs = [tensor for i in prepared.restore if (tensor := results[i]) is not None]
+
+    def copy() -> None:
+        for tensor, layout in moves:
+            layouts.relayout(tensor, layout)
+        for tensor in backs:
+            layouts.relayout(tensor, Layout.STRIDE_HV)
+
+    return copy

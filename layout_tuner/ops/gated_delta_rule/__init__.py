@@ -1,0 +1,1 @@
+"""The chain of ops that makes up the gated delta rule, forward and backward."""

@@ -1,0 +1,700 @@
+"""What can be tuned: each op declares its operands, candidates, kernels and oracle once, here.
+
+Validation, keys, synthetic inputs, layouts, tests, the tuner and the Ascend compiler all read these declarations;
+none of them knows an op by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import inspect
+import itertools
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..errors import REFUSAL, REFUSED, ConfigError, UnsupportedProblemError
+from .keys import Form, Key
+from .layouts import Layout, LayoutPlan, arrival
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..device.driver import Chip
+
+Value = bool | int | str
+Outputs = tuple["torch.Tensor | None", ...]
+Launch = Callable[..., Outputs]
+
+SIZES = ("B", "T", "H", "HV", "K", "V")
+# What shapes are written in: sizes of a key, tokens of a chunk, chunks, sequences.
+SYMBOLS = (*SIZES, "BT", "NT", "N")
+DTYPES = ("float32", "bfloat16", "float16")
+SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "f32": "float32", "f16": "float16"}
+CHUNK_SIZES = (16, 32, 64)
+WIDEST = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operand:
+    """A tensor an op takes.
+
+    Attributes:
+        name: Argument name.
+        dims: Its shape in the symbols `B T H HV K V BT NT N`, or a number.
+        optional: Whether the caller may leave it out.
+        time_axis: Whether it is a `[B, T, HV]` or `[B, T, HV, C]` tensor whose layout is a choice.
+        fill: How synthetic values are drawn, a name in `inputs.FILLS`.
+        dtypes: Accepted dtypes; empty means those of the main tensor.
+        must_match: Whether its dtype has to be the main tensor's.
+        dims_v_first: Its shape where an option that `turns_states` is set, if another.
+        given_with: Options that, all set, bring it, though no caller passes it: the gradient of an output, which
+            autograd hands over later. Forms do not name it.
+    """
+
+    name: str
+    dims: str
+    optional: bool = False
+    time_axis: bool = False
+    fill: str = "normal"
+    dtypes: tuple[str, ...] = DTYPES
+    must_match: bool = True
+    dims_v_first: str = ""
+    given_with: tuple[str, ...] = ()
+
+    def shape_symbols(self, v_first: bool) -> list[str]:
+        """The symbols of its shape; `v_first`: whether an option that `turns_states` is set."""
+        return (self.dims_v_first or self.dims if v_first else self.dims).split()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """A tensor an op returns.
+
+    Attributes:
+        name: As in the formula.
+        dims: Its shape, as an operand's; empty for `d` and the name of an operand, whose gradient and shape it is.
+        time_axis: Whether it is a `[B, T, HV]` or `[B, T, HV, C]` tensor whose layout is a choice.
+        needs: The optional operand without which it is None.
+    """
+
+    name: str
+    dims: str = ""
+    time_axis: bool = False
+    needs: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """An argument that is no tensor and changes which work is done: a flag, a size or the name of a dtype.
+
+    Attributes:
+        name: Argument name.
+        default: Its default; flags at their default are left out of a form.
+        entry: The name under which a form shows it.
+        size: The symbol of shapes that it gives a size to.
+        turns_states: Whether, set, operands have the shapes of their `dims_v_first`.
+        differentiates: Whether it is no argument of the public function and says instead that gradients are wanted:
+            without it, the outputs that are gradients of operands are absent.
+        names_dtype: Whether its text is the name of a dtype, where the public function takes torch's own.
+    """
+
+    name: str
+    default: Value
+    entry: str = ""
+    size: str = ""
+    turns_states: bool = False
+    differentiates: bool = False
+    names_dtype: bool = False
+
+    @property
+    def label(self) -> str:
+        """The name under which a form shows it."""
+        return self.entry or self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One way to run an op: a kernel variant with a layout for each time-axis operand.
+
+    Attributes:
+        variant: Name of the kernel variant.
+        plan: The layouts the kernel reads and writes.
+        revision: Hash of the device sources the variant runs.
+    """
+
+    variant: str
+    plan: LayoutPlan
+    revision: str
+
+    @property
+    def id(self) -> str:
+        """The stable text it is stored under: `full/g=T_CONTIG`, or `full` where no layout is a choice."""
+        plan = str(self.plan)
+        return f"{self.variant}/{plan}" if plan else self.variant
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """The arguments of one call, in the order an op declares them.
+
+    Attributes:
+        tensors: One for each operand, None where left out.
+        options: One for each option.
+        scalars: One for each scalar, None for its default.
+        cu_seqlens: `[N + 1]` sequence starts of a packed batch, else None.
+        chunk_indices: `[NT, 2]` chunks of a packed batch, where the caller has them.
+    """
+
+    tensors: tuple[torch.Tensor | None, ...]
+    options: tuple[Value, ...] = ()
+    scalars: tuple[float | None, ...] = ()
+    cu_seqlens: torch.Tensor | None = None
+    chunk_indices: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A key on a chip: all that a launch is built from.
+
+    Attributes:
+        key: The key, T as the call has it or as its bucket rounds it.
+        chip: The device the kernels run on.
+        variant_of: The variant that is stored as best for a key of another op; an op made of others asks it.
+    """
+
+    key: Key
+    chip: Chip
+    variant_of: Callable[[OpSpec, Key], str | None] = lambda spec, key: None
+
+    @property
+    def form(self) -> Form:
+        """What the key says beside sizes and dtype."""
+        return self.key.form
+
+    @property
+    def BT(self) -> int:
+        """Chunk size in tokens."""
+        return self.form.integer("BT", 64)
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of the main tensor."""
+        return 4 if self.key.dtype == "float32" else 2
+
+    @property
+    def dot_precision(self) -> str:
+        """`input_precision` of dots on the main dtype: exact for fp32, without effect for 16-bit operands."""
+        return "ieee"
+
+    def has(self, operand: str) -> bool:
+        """Whether an optional operand is given."""
+        return operand in self.form
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OpSpec:
+    """An op, declared.
+
+    Attributes:
+        name: Name of the public function.
+        operands: Tensors it takes, the main one first.
+        outputs: Tensors it returns.
+        options: Arguments that select the work.
+        scalars: Arguments that are run-time numbers.
+        layout_groups: Operands (read or written) that share one layout; a plan gives each group one.
+        variants: Kernel variants, the default first.
+        default_variant: The default for a key on a chip, where that is not always the first.
+        sources: Modules under `layout_tuner.kernels` whose text makes a variant's revision.
+        moves_inputs: Whether time-axis operands are copied into the plan's layouts ahead of the launch; an op whose
+            kernels read any layout leaves them (only OTHER is copied, to STRIDE_HV).
+        reads_heads: Whether its kernels read whole rows of heads, so that no layout is a strided one to them and the
+            default copies nothing on any device.
+        bind: Builds the launch of a candidate for a problem. The launch takes the operands, then the scalars, then
+            `cu_seqlens` and `chunk_indices`, with time-axis operands in the plan's layout, and returns every output.
+        reference: The oracle: same operands and options by name, results in the order of `outputs`.
+        forms: Standard forms by name; warm-up tunes these.
+        more_forms: Further forms that tests and the Ascend gate cover.
+        unsupported: Reasons an op of its own cannot serve a key, beyond the common ones.
+        tolerances: Largest error allowed for an output by name, 16-bit dtypes; fp32 is `numerics.FP32_TOLERANCE`.
+        term_rms: `term_rms(wanted, **arguments)`: how large the terms are whose sums outputs that can cancel are, by
+            output name; `wanted` are the reference's results by name.
+    """
+
+    name: str
+    operands: tuple[Operand, ...]
+    outputs: tuple[Output, ...]
+    options: tuple[Option, ...] = ()
+    scalars: tuple[str, ...] = ()
+    layout_groups: tuple[tuple[str, ...], ...] = ()
+    variants: tuple[str, ...]
+    default_variant: Callable[[Key, Chip], str] | None = None
+    sources: tuple[str, ...]
+    moves_inputs: bool = True
+    reads_heads: bool = False
+    bind: Callable[[Problem, Candidate], Launch]
+    reference: Callable[..., object]
+    forms: Mapping[str, str]
+    more_forms: tuple[str, ...] = ()
+    unsupported: Callable[[Key], Sequence[str]] = lambda key: ()
+    tolerances: Mapping[str, float] = field(default_factory=dict)
+    term_rms: Callable[..., Mapping[str, torch.Tensor]] | None = None
+
+    @functools.cached_property
+    def sizes(self) -> frozenset[str]:
+        """The sizes this op has."""
+        return frozenset(symbol for operand in self.operands for symbol in operand.dims.split()) & frozenset(SIZES)
+
+    @functools.cached_property
+    def time_operands(self) -> tuple[str, ...]:
+        """Names of the time-axis tensors it reads or writes, in the order of `layout_groups`."""
+        return tuple(itertools.chain.from_iterable(self.layout_groups))
+
+    @functools.cached_property
+    def standard_forms(self) -> Mapping[str, Form]:
+        """The standard forms by name."""
+        return {name: Form.parse(text) for name, text in self.forms.items()}
+
+    @functools.cached_property
+    def every_form(self) -> tuple[Form, ...]:
+        """Every form that tests and the Ascend gate cover: the standard ones first."""
+        more = [Form.parse(text) for text in self.more_forms]
+        return tuple(dict.fromkeys([*self.standard_forms.values(), *more]))
+
+    @functools.cached_property
+    def gradient_option(self) -> Option | None:
+        """The option that says that gradients are wanted, where the op has one."""
+        return next((option for option in self.options if option.differentiates), None)
+
+    def v_first(self, form: Form) -> bool:
+        """Whether states of a form have V ahead of K."""
+        return any(option.turns_states and form.flag(option.label) for option in self.options)
+
+    @functools.cached_property
+    def revision(self) -> str:
+        """Hash of the device sources: a candidate of another revision is another candidate."""
+        return source_revision(self.sources)
+
+    def shape_of(self, output: Output) -> list[str]:
+        """The symbols of an output's shape, states with K ahead of V."""
+        if output.dims:
+            return output.dims.split()
+        return next(operand.dims for operand in self.operands if f"d{operand.name}" == output.name).split()
+
+    def arguments(self, call: Call) -> dict[str, object]:
+        """The call's arguments by name, as the public function and the oracle take them."""
+        named: dict[str, object] = {operand.name: tensor for operand, tensor in zip(self.operands, call.tensors)}
+        named |= {option.name: value for option, value in zip(self.options, call.options)}
+        named |= dict(zip(self.scalars, call.scalars))
+        if "T" in self.sizes:
+            named["cu_seqlens"] = call.cu_seqlens
+        return named
+
+    # -- the key of a call -------------------------------------------------------------------------------------
+
+    def key(self, call: Call) -> Key:
+        """The exact key (T unrounded) of a call, after checking every operand against the declaration.
+
+        Raises:
+            TypeError: An operand that is no tensor.
+            ValueError: Missing operands, wrong shapes, dtypes or devices; every mistake in one message.
+            UnsupportedProblemError: A well-formed call that no kernel serves.
+        """
+        sizes = check_call(self, call)
+        entries: dict[str, str] = {}
+        main = dtype_name(call.tensors[0])
+        for operand, tensor in zip(self.operands, call.tensors):
+            if tensor is None or operand.given_with:
+                continue
+            dtype = dtype_name(tensor)
+            if operand.time_axis:
+                entries[operand.name] = f"{dtype}@{arrival(tensor).value}"
+            elif dtype != main:
+                entries[operand.name] = dtype
+            elif operand.optional:
+                entries[operand.name] = "1"
+        for option, value in zip(self.options, call.options):
+            if isinstance(value, bool):
+                if value != option.default:
+                    entries[option.label] = str(int(value))
+            else:
+                entries[option.label] = str(value)
+        if "BT" in sizes:
+            entries["BT"] = str(sizes["BT"])
+        key = Key(
+            op=self.name,
+            **{name: sizes.get(name, 0) for name in SIZES},
+            varlen=call.cu_seqlens is not None,
+            dtype=main,
+            form=Form(entries),
+        )
+        self.require(key)
+        return key
+
+    def require(self, key: Key) -> None:
+        """Raise `UnsupportedProblemError` with every reason where no kernel serves the key."""
+        reasons = [*common_reasons(self, key), *self.unsupported(key)]
+        if reasons:
+            raise UnsupportedProblemError(self.name, reasons)
+
+    # -- what may run it ---------------------------------------------------------------------------------------
+
+    def plans(self, key: Key) -> tuple[LayoutPlan, ...]:
+        """The layouts worth trying for a key, STRIDE_HV first.
+
+        Nothing is a choice with one head or one token, nor for a group whose operand arrives T_CONTIG: it is used
+        as it is.
+        """
+        form = key.form
+        present = {operand.name for operand in self.operands if operand.time_axis and operand.name in form}
+        present |= {out.name for out in self.outputs if out.time_axis and (not out.needs or out.needs in form)}
+        groups = [tuple(name for name in group if name in present) for group in self.layout_groups]
+        groups = [group for group in groups if group]
+        choices: list[tuple[Layout, ...]] = []
+        for group in groups:
+            arrives = {form.arrival(name) for name in group}
+            if key.HV == 1 or key.T == 1:
+                choices.append((Layout.STRIDE_HV,))
+            elif Layout.T_CONTIG in arrives:
+                choices.append((Layout.T_CONTIG,))
+            else:
+                choices.append((Layout.STRIDE_HV, Layout.T_CONTIG))
+        return tuple(
+            LayoutPlan(tuple((name, layout) for group, layout in zip(groups, layouts) for name in group))
+            for layouts in itertools.product(*choices)
+        )
+
+    def candidates(self, key: Key) -> tuple[Candidate, ...]:
+        """Every candidate of a key, in a fixed order; made once."""
+        return candidates_of(self, key, self.revision)
+
+    def default(self, key: Key, chip: Chip) -> Candidate:
+        """What runs where nothing was measured: T_CONTIG on an NPU (the published fix), STRIDE_HV elsewhere."""
+        plans = self.plans(key)
+        published_fix = chip.kind == "npu" and not self.reads_heads
+        variant = self.default_variant(key, chip) if self.default_variant else self.variants[0]
+        return Candidate(variant=variant, plan=plans[-1] if published_fix else plans[0], revision=self.revision)
+
+    def nothing_to_choose(self, key: Key) -> bool:
+        """Whether the key is never tuned: one head or one token, where every layout is the same memory."""
+        return key.HV == 1 or key.T == 1
+
+    def key_for(self, sizes: Mapping[str, int], *, dtype: str, form: Form, varlen: bool = False) -> Key:
+        """The key that a call of these sizes and this form has.
+
+        Args:
+            sizes: By symbol; those the op does not have are left out.
+            dtype: Of the model's tensors. An op whose first tensor is a gate has the gate's dtype, as the form says.
+            form: The form; a dtype that goes without saying is dropped, as in a call's own key.
+            varlen: Whether the batch is packed.
+        """
+        entries = dict(form.entries)
+        dtype = form.dtype(self.operands[0].name) or dtype
+        for operand in self.operands:
+            if operand.optional and not operand.time_axis and entries.get(operand.name) == dtype:
+                entries[operand.name] = "1"
+            elif not operand.optional and not operand.time_axis and entries.get(operand.name) == dtype:
+                del entries[operand.name]
+        return Key(
+            op=self.name,
+            **{name: sizes[name] if name in self.sizes else 0 for name in SIZES},
+            varlen=varlen,
+            dtype=dtype,
+            form=Form(entries),
+        )
+
+    def form_named(self, name: str) -> Form:
+        """The standard form of that name, or the form that the text describes.
+
+        Raises:
+            ConfigError: Neither.
+        """
+        if name in self.forms:
+            return self.standard_forms[name]
+        if "=" in name:
+            form = Form.parse(name)
+            faults = self.form_faults(form)
+            if faults:
+                raise ConfigError(f"form {name!r}: " + "; ".join(faults))
+            # As a call writes it: a flag only where it is not at its default, every other option always.
+            flags = {each.label: str(int(each.default)) for each in self.options if isinstance(each.default, bool)}
+            entries = {each.label: str(each.default) for each in self.options if each.label not in flags}
+            entries |= form.entries
+            return Form({entry: value for entry, value in entries.items() if flags.get(entry) != value})
+        raise ConfigError(f"{self.name} has no form {name!r} (it has {', '.join(self.forms)})")
+
+    def form_faults(self, form: Form) -> list[str]:
+        """What is wrong with the entries of a form: names the op does not have, values no call leads to, gaps."""
+        wanted = self.form_values
+        unknown = [entry for entry in form.entries if entry not in wanted]
+        faults = []
+        if any(entry in REFUSED for entry in unknown):
+            faults.append(REFUSAL)
+        elif unknown:
+            faults.append(f"{self.name} has no {', '.join(unknown)} (it has {', '.join(sorted(wanted))})")
+        faults += [
+            f"{entry}: wanted one of {', '.join(wanted[entry])}, got {value!r}"
+            for entry, value in form.entries.items()
+            if entry in wanted and value not in wanted[entry]
+        ]
+        needed = [operand.name for operand in self.operands if operand.time_axis and not operand.optional]
+        return faults + [f"{name}: missing, no call of {self.name} is without" for name in needed if name not in form]
+
+    @functools.cached_property
+    def form_values(self) -> dict[str, list[str]]:
+        """What the entries of a form may be, by name."""
+        values: dict[str, list[str]] = {"BT": [str(size) for size in CHUNK_SIZES]}
+        for operand in self.operands:
+            if operand.time_axis:
+                values[operand.name] = [
+                    f"{dtype}@{layout}" for dtype in operand.dtypes for layout in Layout.__members__
+                ]
+            elif not operand.given_with:
+                values[operand.name] = ["1", *operand.dtypes]
+        for option in self.options:
+            if option.label not in values:
+                values[option.label] = ["0", "1"] if isinstance(option.default, bool) else list(DTYPES)
+        return values
+
+
+_OPS: dict[str, OpSpec] = {}
+
+
+def register(spec: OpSpec) -> OpSpec:
+    """Make an op known; a name is taken once.
+
+    Raises:
+        ValueError: An op of that name is registered already, or its declaration cannot be used; one message says all of
+            that.
+    """
+    if spec.name in _OPS:
+        raise ValueError(f"an op {spec.name!r} is registered already")
+    faults = declaration_faults(spec)
+    if faults:
+        raise ValueError(f"{spec.name}: " + "; ".join(faults))
+    _OPS[spec.name] = spec
+    return spec
+
+
+def declaration_faults(spec: OpSpec) -> list[str]:
+    """What of a declaration nothing could make a key, arguments or addresses of."""
+    shapes = {operand.name: operand.dims for operand in spec.operands}
+    tensors: list[Operand | Output] = [*spec.operands, *spec.outputs]
+    faults = []
+    for tensor in tensors:
+        dims = tensor.dims or shapes.get(tensor.name.removeprefix("d"), "")
+        symbols = dims.split()
+        unknown = [symbol for symbol in symbols if symbol not in SYMBOLS and not symbol.isdigit()]
+        if not symbols:
+            faults.append(f"{tensor.name}: wanted dims, or to be named d and an operand")
+        if unknown:
+            faults.append(f"{tensor.name}: dims {dims!r}: no such size {', '.join(unknown)} (of {' '.join(SYMBOLS)})")
+        if tensor.time_axis and (symbols[:3] != ["B", "T", "HV"] or len(symbols) > 4):
+            faults.append(f"{tensor.name}: a time axis is 'B T HV' and at most one size of channels, got {dims!r}")
+    named = [name for group in spec.layout_groups for name in group]
+    time_axes = [tensor.name for tensor in tensors if tensor.time_axis]
+    faults += [f"{name}: in layout_groups, but no time-axis tensor" for name in named if name not in time_axes]
+    faults += [f"{name}: a time-axis tensor in no layout group" for name in time_axes if name not in named]
+    return faults
+
+
+def lookup(name: str) -> OpSpec:
+    """The op of that name.
+
+    Raises:
+        ConfigError: No such op; the message lists those there are.
+    """
+    try:
+        return _OPS[name]
+    except KeyError:
+        raise ConfigError(f"no op {name!r} (there are {', '.join(sorted(_OPS))})") from None
+
+
+def names() -> tuple[str, ...]:
+    """The registered ops, sorted."""
+    return tuple(sorted(_OPS))
+
+
+def dtype_name(tensor: torch.Tensor | None) -> str:
+    """A tensor's dtype as forms and keys write it: `bfloat16`."""
+    return str(tensor.dtype).removeprefix("torch.") if tensor is not None else ""
+
+
+@functools.cache
+def source_revision(modules: tuple[str, ...]) -> str:
+    """Twelve hex digits over the text of kernel modules and the shared address helpers."""
+    digest = hashlib.sha256()
+    for name in (*modules, "time_axis"):
+        module = importlib.import_module(f"layout_tuner.kernels.{name}")
+        digest.update(inspect.getsource(module).encode())
+    return digest.hexdigest()[:12]
+
+
+# -- checking a call -------------------------------------------------------------------------------------------
+
+
+def check_call(spec: OpSpec, call: Call) -> dict[str, int]:
+    """Check every operand of a call against the op's declaration.
+
+    Returns:
+        The sizes by symbol.
+
+    Raises:
+        TypeError: An operand that is no tensor, an option or a scalar of another type.
+        ValueError: Every other mistake. Either message names all that can be told, each with op, argument, wanted and
+            got.
+    """
+    import torch
+
+    faults: list[str] = []
+    sizes: dict[str, int] = {}
+    origin: dict[str, str] = {}
+    v_first = False
+    for option, value in zip(spec.options, call.options):
+        if option.size and isinstance(value, int):
+            sizes[option.size] = value
+            origin[option.size] = option.name
+        v_first |= option.turns_states and value is True
+    main, others = call.tensors[0], [*call.tensors[1:], call.cu_seqlens, call.chunk_indices]
+    wrong_types = type_faults(spec, call)
+    if main is None or any(tensor is not None and not isinstance(tensor, torch.Tensor) for tensor in (main, *others)):
+        missing = [
+            f"{operand.name}: wanted [{operand.dims.replace(' ', ', ')}], got None"
+            for operand, tensor in zip(spec.operands, call.tensors)
+            if tensor is None and (not operand.optional or operand is spec.operands[0])
+        ]
+        kind = TypeError if wrong_types else ValueError
+        raise kind(f"{spec.name}: " + "; ".join([*wrong_types, *missing]))
+    for operand, tensor in zip(spec.operands, call.tensors):
+        if tensor is None:
+            if not operand.optional:
+                faults.append(f"{operand.name}: wanted [{operand.dims.replace(' ', ', ')}], got None")
+            continue
+        dims = operand.shape_symbols(v_first)
+        if len(dims) != tensor.dim():
+            faults.append(f"{operand.name}: wanted [{', '.join(dims)}], got {list(tensor.shape)}")
+            continue
+        for symbol, size in zip(dims, tensor.shape):
+            if symbol.isdigit():
+                if int(symbol) != size:
+                    faults.append(f"{operand.name}: wanted {symbol} in [{', '.join(dims)}], got {list(tensor.shape)}")
+            elif sizes.setdefault(symbol, size) != size:
+                faults.append(
+                    f"{operand.name}: wanted {symbol}={sizes[symbol]} as in {origin[symbol]}, "
+                    f"got {list(tensor.shape)} for [{', '.join(dims)}]"
+                )
+            origin.setdefault(symbol, operand.name)
+        if tensor.device != main.device:
+            faults.append(
+                f"{operand.name}: wanted device {main.device} as {spec.operands[0].name}, got {tensor.device}"
+            )
+        if operand.must_match and not operand.time_axis and tensor.dtype != main.dtype:
+            faults.append(
+                f"{operand.name}: wanted {dtype_name(main)} as {spec.operands[0].name}, got {dtype_name(tensor)}"
+            )
+        elif dtype_name(tensor) not in operand.dtypes:
+            faults.append(f"{operand.name}: wanted one of {', '.join(operand.dtypes)}, got {dtype_name(tensor)}")
+    if "HV" in sizes and sizes.get("H") and sizes["HV"] % sizes["H"]:
+        faults.append(f"HV: wanted a multiple of H={sizes['H']}, got {sizes['HV']}")
+    faults += [f"{name}: wanted at least 1, got 0" for name in SIZES if sizes.get(name, 1) == 0]
+    faults += check_counts(call, sizes, origin)
+    faults += check_packing(call, sizes, main)
+    if wrong_types or faults:
+        kind = TypeError if wrong_types else ValueError
+        raise kind(f"{spec.name}: " + "; ".join([*wrong_types, *faults]))
+    return sizes
+
+
+def type_faults(spec: OpSpec, call: Call) -> list[str]:
+    """Which arguments of a call are of a wrong type."""
+    import torch
+
+    tensors = [(operand.name, tensor) for operand, tensor in zip(spec.operands, call.tensors)]
+    tensors += [("cu_seqlens", call.cu_seqlens), ("chunk_indices", call.chunk_indices)]
+    faults = [
+        f"{name}: wanted a tensor, got {type(tensor).__name__}"
+        for name, tensor in tensors
+        if tensor is not None and not isinstance(tensor, torch.Tensor)
+    ]
+    for option, value in zip(spec.options, call.options):
+        kind = type(option.default)
+        if type(value) is not kind:  # True is an int, and an int of numpy's is none
+            faults.append(f"{option.name}: wanted {kind.__name__}, got {type(value).__name__}")
+    return faults + number_faults(spec, call.scalars)
+
+
+def number_faults(spec: OpSpec, scalars: Sequence[object]) -> list[str]:
+    """Which scalars of a call are no numbers; a tensor would have to be waited for."""
+    return [
+        f"{name}: wanted a number or None, got {type(number).__name__}"
+        for name, number in zip(spec.scalars, scalars)
+        if number is not None and (isinstance(number, bool) or not isinstance(number, numbers.Real))
+    ]
+
+
+def check_counts(call: Call, sizes: Mapping[str, int], origin: Mapping[str, str]) -> list[str]:
+    """Whether states come one for each sequence, or one for each chunk.
+
+    The chunks of a packed batch are counted by whoever launches: their number is in the values of `cu_seqlens`.
+    """
+    wanted: dict[str, int] = {}
+    if call.cu_seqlens is not None:
+        if call.cu_seqlens.dim() != 1:
+            return []  # said with its shape
+        wanted["N"] = call.cu_seqlens.shape[0] - 1
+    elif "B" in sizes:
+        wanted["N"] = sizes["B"]
+        if sizes.get("BT"):
+            wanted["NT"] = -(-sizes["T"] // sizes["BT"])
+    return [
+        f"{origin[symbol]}: wanted {symbol}={count}, got {sizes[symbol]}"
+        for symbol, count in wanted.items()
+        if sizes.get(symbol, count) != count
+    ]
+
+
+def check_packing(call: Call, sizes: Mapping[str, int], main: torch.Tensor) -> list[str]:
+    """What is wrong with the description of a packed batch, values aside (reading them would stop the device)."""
+    faults = []
+    for name, tensor, dims in (("cu_seqlens", call.cu_seqlens, 1), ("chunk_indices", call.chunk_indices, 2)):
+        if tensor is None:
+            continue
+        if dtype_name(tensor) not in ("int32", "int64"):
+            faults.append(f"{name}: wanted int32 or int64, got {dtype_name(tensor)}")
+        if tensor.dim() != dims or (dims == 1 and tensor.shape[0] < 2) or (dims == 2 and tensor.shape[1] != 2):
+            faults.append(f"{name}: wanted {'[N + 1]' if dims == 1 else '[NT, 2]'}, got {list(tensor.shape)}")
+        if tensor.device != main.device:
+            faults.append(f"{name}: wanted device {main.device}, got {tensor.device}")
+        if not tensor.is_contiguous():
+            faults.append(f"{name}: wanted a contiguous tensor, got strides {tensor.stride()}")
+    if call.chunk_indices is not None and call.cu_seqlens is None:
+        faults.append("chunk_indices: wanted cu_seqlens with it")
+    if call.cu_seqlens is not None and sizes.get("B", 1) != 1:
+        faults.append(f"cu_seqlens: wanted B=1 for a packed batch, got B={sizes['B']}")
+    return faults
+
+
+@functools.lru_cache(maxsize=4096)
+def candidates_of(spec: OpSpec, key: Key, revision: str) -> tuple[Candidate, ...]:
+    """Every candidate of an op for a key, with the revision of the op's sources."""
+    return tuple(
+        Candidate(variant=variant, plan=plan, revision=revision)
+        for variant in spec.variants
+        for plan in spec.plans(key)
+    )
+
+
+def common_reasons(spec: OpSpec, key: Key) -> list[str]:
+    """Why no kernel serves a key, for the reasons that all ops share."""
+    form = key.form
+    reasons = [
+        f"{name}={getattr(key, name)}, but the kernels take at most {WIDEST}"
+        for name in ("K", "V")
+        if getattr(key, name) > WIDEST
+    ]
+    if "BT" in form and form.integer("BT") not in CHUNK_SIZES:
+        reasons.append(f"chunk_size={form.integer('BT')}, but the kernels take {', '.join(map(str, CHUNK_SIZES))}")
+    return reasons

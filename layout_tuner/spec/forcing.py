@@ -1,0 +1,124 @@
+"""`LAYOUT_TUNER_FORCE`: candidates that run whatever was measured, for debugging.
+
+    LAYOUT_TUNER_FORCE="chunk_bwd_dqkwg=full/g=T_CONTIG;chunk_fwd_o=full"
+
+A value names a variant and layouts of some time-axis operands. Layouts it leaves out are the default's; one of an
+operand that a call does not have says nothing. It ranks below pinned and above measured decisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+from . import declaration
+from .declaration import Candidate, OpSpec
+from .keys import Key
+from .layouts import Layout
+
+NAME = "LAYOUT_TUNER_FORCE"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forced:
+    """What an op is to run.
+
+    Attributes:
+        variant: The kernel variant.
+        layouts: Layouts by operand.
+    """
+
+    variant: str
+    layouts: Mapping[str, Layout]
+
+    def of(self, candidates: Sequence[Candidate], default: Candidate) -> Candidate | None:
+        """The candidate that is meant, the nearest to the default; None where a key has none such."""
+        fitting = [
+            candidate
+            for candidate in candidates
+            if candidate.variant == self.variant
+            and all(candidate.plan[name] is layout for name, layout in self.layouts.items() if name in plan(candidate))
+        ]
+        near = plan(default)
+        return min(
+            fitting,
+            key=lambda each: sum(near.get(name) is not layout for name, layout in plan(each).items()),
+            default=None,
+        )
+
+
+def plan(candidate: Candidate) -> dict[str, Layout]:
+    """A candidate's layouts by operand."""
+    return dict(candidate.plan.layouts)
+
+
+def parse(text: str) -> dict[str, Forced]:
+    """What a value of the variable forces, by op.
+
+    Raises:
+        ConfigError: Something in it is unknown; one message names all of it, and what is known.
+    """
+    forced: dict[str, Forced] = {}
+    faults = []
+    parts = [part.strip() for part in text.split(";") if part.strip()]
+    if text.strip() and not parts:
+        faults.append(f"{text!r}: forces nothing, wanted op=candidate;...")
+    for part in parts:
+        op, equals, candidate = part.partition("=")
+        op, candidate = op.strip(), candidate.strip()
+        if not equals or not candidate:
+            faults.append(f"{part!r}: wanted op=candidate")
+        elif op not in declaration.names():
+            faults.append(f"{part!r}: no op {op!r} (there are {', '.join(declaration.names())})")
+        elif op in forced:
+            faults.append(f"{part!r}: {op} stands twice")
+        elif twice := repeated(candidate):
+            faults.append(f"{part!r}: {', '.join(twice)} stands twice")
+        else:
+            known = candidates_of(declaration.lookup(op))
+            found = parse_candidate(candidate)
+            if found is None or not any(found.of([each], each) is each and named(found, each) for each in known):
+                ids = ", ".join(dict.fromkeys(each.id for each in known))
+                faults.append(f"{part!r}: {op} has no candidate {candidate!r} (it has {ids})")
+            else:
+                forced[op] = found
+    if faults:
+        raise ConfigError(f"{NAME}: " + "; ".join(faults))
+    return forced
+
+
+def repeated(candidate: str) -> list[str]:
+    """The operands that a candidate's text names more than once."""
+    named = [part.partition("=")[0] for part in candidate.partition("/")[2].split(",") if part]
+    return [name for name in dict.fromkeys(named) if named.count(name) > 1]
+
+
+def parse_candidate(text: str) -> Forced | None:
+    """`variant` or `variant/operand=LAYOUT,...`; None where it is neither."""
+    variant, _, rest = text.partition("/")
+    layouts = {}
+    for part in filter(None, rest.split(",")):
+        operand, equals, layout = part.partition("=")
+        if not equals or layout not in Layout.__members__:
+            return None
+        layouts[operand] = Layout(layout)
+    return Forced(variant=variant, layouts=layouts)
+
+
+def named(forced: Forced, candidate: Candidate) -> bool:
+    """Whether a candidate has every operand that is named."""
+    return forced.layouts.keys() <= plan(candidate).keys()
+
+
+def candidates_of(spec: OpSpec) -> list[Candidate]:
+    """Every candidate that an op has for some form."""
+    sizes = {"B": 1, "T": 2, "H": 1, "HV": 2, "K": 16, "V": 16}
+    keys = [spec.key_for(sizes, dtype="bfloat16", form=form) for form in spec.every_form]
+    return list(dict.fromkeys(candidate for key in keys for candidate in spec.candidates(key)))
+
+
+def choice(forced: Mapping[str, Forced], spec: OpSpec, key: Key, default: Candidate) -> Candidate | None:
+    """What is forced for a key; None where nothing is, or nothing that the key has."""
+    wanted = forced.get(spec.name)
+    return None if wanted is None else wanted.of(spec.candidates(key), default)

@@ -1,0 +1,306 @@
+"""Tuning in a process of its own: what a candidate does to it, or to its queue, happens to nobody else.
+
+A child (see `child`) compiles, checks and times the candidates of one key and answers with the outcome. Where it dies,
+does not end or loses its device, the candidate that ran is recorded as failed, and another child tries the rest. The
+parent's queue is never used. `beside` does that while calls go on, one key of a device at a time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from multiprocessing.connection import Connection, Pipe
+from typing import Literal
+
+import torch
+
+from ..config import Config
+from ..device import driver as devices
+from ..device.environment import environment
+from ..device.failures import Failure
+from ..errors import DeviceLostError, TuningError, UnsupportedProblemError
+from ..spec.declaration import OpSpec
+from ..spec.keys import Key
+from .tuner import Measurement, Outcome
+
+log = logging.getLogger(__name__)
+
+# Seconds a child may take to start, with torch, Triton and the device.
+START_S = 300.0
+# What a child may take beyond the limits that it keeps itself.
+GRACE_S = 60.0
+BOOT = (
+    "import json, os, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "os.environ.update(json.loads(sys.argv[2])); from layout_tuner.child import main; main(*map(int, sys.argv[3:]))"
+)
+PR_SET_PDEATHSIG = 1
+# Signals that no candidate raises: somebody, or the system, ended the child.
+FROM_OUTSIDE = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a child needs to know.
+
+    Attributes:
+        key: What to tune.
+        device: Where, by name.
+        environment: Id of the parent's; the child refuses to measure in another one.
+        identity: Of the device, as `device.identity`.
+        config: Settings.
+        known: What is known of candidates, by id and revision: they are not tried.
+        budget_s: Seconds for checking and timing.
+    """
+
+    key: Key
+    device: str
+    environment: str
+    identity: str
+    config: Config
+    known: Mapping[tuple[str, str], Measurement]
+    budget_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a child says: an outcome, or why there is none.
+
+    Attributes:
+        outcome: Of the tuning.
+        error: Name of the class of what it raised, `DeviceLostError` among them.
+        text: What that says.
+        candidate: The candidate that lost the device.
+        failure: Class of its failure.
+    """
+
+    outcome: Outcome | None = None
+    error: str = ""
+    text: str = ""
+    candidate: str = ""
+    failure: Literal["crash", "timeout"] = "crash"
+
+
+def tune_isolated(
+    spec: OpSpec,
+    key: Key,
+    device: torch.device,
+    config: Config,
+    known: Mapping[tuple[str, str], Measurement],
+    budget_s: float,
+) -> Outcome:
+    """Tune a key in children of this process, one after the other where a candidate takes one with it.
+
+    Args:
+        spec: The op.
+        key: The key, T as it is tuned.
+        device: Where.
+        config: Settings.
+        known: What is known of candidates, by id and revision.
+        budget_s: Seconds that a child has for checking and timing, beyond compiling.
+
+    Raises:
+        DeviceLostError: The device answers no child, or no child can be blamed on a candidate.
+        TuningError: No candidate is right, or no child can be started.
+    """
+    known = dict(known)
+    revisions = {candidate.id: candidate.revision for candidate in spec.candidates(key)}
+    while True:
+        request = Request(
+            key=key,
+            device=str(device),
+            environment=environment(device).id,
+            identity=devices.identity(device),
+            config=config,
+            known=dict(known),
+            budget_s=budget_s,
+        )
+        answer = ask(request, list(revisions))
+        if answer.outcome is not None:
+            for found in answer.outcome.measurements:
+                if found.state in ("failed", "wrong") and (found.id, found.revision) not in known:
+                    log.warning("candidate %s is %s: %s", found.id, found.state, found.reason)
+            return answer.outcome
+        place = (answer.candidate, revisions.get(answer.candidate, ""))
+        if answer.error == DeviceLostError.__name__ and place[1] and place not in known:
+            log.warning("candidate %s failed: %s", answer.candidate, answer.text)
+            known[place] = failed(*place, answer.failure, answer.text)
+            continue
+        if answer.error == DeviceLostError.__name__:
+            raise DeviceLostError(answer.text)
+        if answer.error == UnsupportedProblemError.__name__:
+            raise UnsupportedProblemError(spec.name, [answer.text.removeprefix(f"{spec.name}: ")])
+        raise TuningError(answer.text)
+
+
+def failed(candidate: str, revision: str, failure: Failure, reason: str) -> Measurement:
+    """What is known of a candidate that took its process with it."""
+    now = datetime.now(UTC)
+    return Measurement(id=candidate, revision=revision, state="failed", failure=failure, reason=reason, measured_at=now)
+
+
+# -- one child -------------------------------------------------------------------------------------------------
+
+_children: set[subprocess.Popen[bytes]] = set()
+
+
+def ask(request: Request, candidates: list[str]) -> Answer:
+    """Start a child, let it tune, and end it; its death is an answer too."""
+    with contextlib.ExitStack() as stack:
+        mine, its = Pipe()
+        stack.callback(mine.close)
+        doing = stack.enter_context(tempfile.TemporaryFile())
+        said = stack.enter_context(tempfile.TemporaryFile())
+        try:
+            child = start(its, doing.fileno(), said.fileno())
+        except OSError as error:
+            return Answer(error=TuningError.__name__, text=f"no process to tune in: {error}")
+        finally:
+            its.close()
+        _children.add(child)
+        stack.callback(end, child)
+        limit_s = START_S
+        try:
+            mine.send(request)
+            while mine.poll(limit_s):
+                heard = mine.recv()
+                if isinstance(heard, Answer):
+                    return heard
+                limit_s = heard + GRACE_S  # what it is about to do takes at most so long
+            how, failure = "did not end in its time and was ended", "timeout"
+        except (EOFError, OSError):
+            how, failure = ended(child), "crash"
+            if child.returncode is not None and -child.returncode in FROM_OUTSIDE:
+                return Answer(error=TuningError.__name__, text=f"the process that tunes {how}")
+        said.seek(0)
+        last = said.read()[-2000:].decode(errors="replace").strip().splitlines()[-1:]
+        text = f"the process that tried it {how}" + "".join(f": {line}" for line in last)
+        index = os.pread(doing.fileno(), 32, 0).strip()
+        if not index:
+            return Answer(error=TuningError.__name__, text=f"{text} before it tried a candidate")
+        candidate = candidates[int(index)]
+        return Answer(
+            error=DeviceLostError.__name__,
+            text=text,
+            candidate=candidate,
+            failure="timeout" if failure == "timeout" else "crash",
+        )
+
+
+def start(channel: Connection, doing: int, said: int) -> subprocess.Popen[bytes]:
+    """A child with this process's modules, variables, working directory and compilers' caches."""
+    if not sys.executable:
+        raise OSError("this program does not say which Python runs it")
+    variables = {"TRITON_INTERPRET": "1" if devices.interpreting() else "0"}
+    path = [entry for entry in sys.path if isinstance(entry, str)]
+    numbers = [str(number) for number in (channel.fileno(), doing, os.getpid())]
+    return subprocess.Popen(
+        [sys.executable, "-c", BOOT, json.dumps(path), json.dumps(variables), *numbers],
+        stdin=subprocess.DEVNULL,
+        stdout=said,
+        stderr=said,
+        pass_fds=(channel.fileno(), doing),
+        start_new_session=True,  # Ctrl-C is for this process, which ends the child
+    )
+
+
+def end(child: subprocess.Popen[bytes]) -> None:
+    """Kill a child, wherever it hangs."""
+    child.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(10.0)
+    _children.discard(child)
+
+
+def ended(child: subprocess.Popen[bytes]) -> str:
+    """How a child ended that said nothing more."""
+    try:
+        status = child.wait(10.0)
+    except subprocess.TimeoutExpired:
+        return "fell silent"
+    if status < 0:
+        with contextlib.suppress(ValueError):
+            return f"was ended by {signal.Signals(-status).name}"
+    return f"ended with status {status}"
+
+
+def die_with_parent(parent: int) -> None:
+    """Let this process be killed when the one that started it ends, and end it now where that is gone already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+@atexit.register
+def _end_all() -> None:
+    for child in list(_children):
+        child.kill()
+
+
+# -- beside the calls ------------------------------------------------------------------------------------------
+
+Job = Callable[[], None]
+
+_lock = threading.Lock()
+_waiting: dict[torch.device, queue.SimpleQueue[Job]] = {}
+
+
+def beside(device: torch.device, job: Job) -> None:
+    """Do something while calls go on, after what was asked for that device before."""
+    with _lock:
+        jobs = _waiting.get(device)
+        if jobs is not None:
+            jobs.put(job)
+            return
+        jobs = _waiting[device] = queue.SimpleQueue()
+        jobs.put(job)
+    threading.Thread(target=work, args=(device, jobs), name=f"layout_tuner {device}", daemon=True).start()
+
+
+def work(device: torch.device, jobs: queue.SimpleQueue[Job]) -> None:
+    """Do what is asked, until there is nothing."""
+    while True:
+        with _lock:
+            if jobs.empty():
+                del _waiting[device]
+                return
+        try:
+            jobs.get()()
+        except Exception:
+            log.exception("tuning beside the calls")
+
+
+def idle(seconds: float) -> bool:
+    """Wait until nothing is tuned beside the calls, and say whether that came within so many seconds."""
+    give_up = time.monotonic() + seconds
+    while _waiting:
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def _after_fork() -> None:
+    """A child has none of the threads and none of the processes."""
+    global _lock
+    _lock = threading.Lock()
+    _waiting.clear()
+    _children.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

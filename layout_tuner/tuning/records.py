@@ -1,0 +1,80 @@
+"""Between what the tuner finds and what the cache stores: keys and outcomes as records."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from layout_tuner import __version__
+from layout_tuner.cache.records import DecisionRecord, EnvironmentRecord, KeyRecord, MeasurementRecord
+
+from ..device.environment import Environment
+from ..spec.declaration import Candidate
+from ..spec.keys import Key
+from .tuner import Measurement, Outcome
+
+
+def key_record(key: Key) -> KeyRecord:
+    """A key as the cache stores it."""
+    return KeyRecord(**key.plain())
+
+
+def key_of(record: KeyRecord) -> Key:
+    """A stored key."""
+    return Key.of({field.name: getattr(record, field.name) for field in dataclasses.fields(Key)})
+
+
+def outcome_record(
+    key: Key, where: Environment, outcome: Outcome, winner: Candidate
+) -> tuple[DecisionRecord, EnvironmentRecord]:
+    """A tuned key as the cache stores it, with the environment it holds in."""
+    gain = outcome.gain
+    decision = DecisionRecord(
+        key=key_record(key),
+        environment=where.id,
+        candidate=winner.id,
+        revision=winner.revision,
+        default_candidate=outcome.default,
+        source="measured",
+        gain=gain.median if gain else 0.0,
+        gain_low=finite(gain.low) if gain else None,
+        gain_high=finite(gain.high) if gain else None,
+        measurements=tuple(measurement_record(found) for found in outcome.measurements),
+        version=__version__,
+    )
+    return decision, EnvironmentRecord(id=where.id, facts=dict(where.facts))
+
+
+def measurement_record(found: Measurement) -> MeasurementRecord:
+    """What was found of a candidate, as the cache stores it."""
+    return MeasurementRecord(
+        candidate=found.id,
+        revision=found.revision,
+        state=found.state,
+        reason=found.reason[:2000],
+        failure=found.failure,
+        end_to_end_us=found.end_to_end_us,
+        kernel_us=found.kernel_us,
+        relayout_us=found.relayout_us,
+        error=finite(found.error),
+        samples=found.samples,
+        measured_at=found.measured_at,
+    )
+
+
+def measurement_of(record: MeasurementRecord) -> Measurement:
+    """What was found of a candidate before, as the tuner takes it; it stays as old as it is."""
+    return Measurement(
+        id=record.candidate,
+        revision=record.revision,
+        state=record.state,
+        reason=record.reason,
+        failure=record.failure,
+        error=record.error,
+        measured_at=record.measured_at,
+    )
+
+
+def finite(value: float | None) -> float | None:
+    """The number, or None where it is none."""
+    return value if value is not None and math.isfinite(value) else None
