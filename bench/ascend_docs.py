@@ -17,7 +17,7 @@ from layout_tuner.ascend.compile.toolchain import find_toolchain
 from layout_tuner.ascend.prediction import RULE
 from layout_tuner.ascend.published import PUBLISHED, PublishedKernel
 from layout_tuner.ascend.targets import target_named
-from layout_tuner.spec import declaration
+from layout_tuner.spec import registry
 
 # Work that one public program does at the published shape: a chunk of a value head, or a head's whole sequence.
 CHUNKS: Final = 2 * (2048 // 64) * 8
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parsed = parser.parse_args(arguments)
     assert ops, "importing the ops registers them"
     target = target_named(matrix.TARGET)
-    specs = [declaration.lookup(name) for name in declaration.names() if name != matrix.CHAIN]
+    specs = [registry.lookup(name) for name in registry.names() if name != matrix.CHAIN]
 
     def progress(done: int, total: int) -> None:
         sys.stderr.write(f"\r{done} of {total} kernels" + ("\n" if done == total else ""))

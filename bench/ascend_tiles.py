@@ -23,7 +23,7 @@ from layout_tuner.ascend.compile.compiler import Compiler
 from layout_tuner.ascend.compile.toolchain import find_toolchain
 from layout_tuner.ascend.lowering import Launch
 from layout_tuner.ascend.targets import target_named
-from layout_tuner.spec import declaration
+from layout_tuner.spec import registry
 from layout_tuner.spec.declaration import Problem
 
 LEAST, WIDEST = 16, 512
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cache", type=Path, default=Path(".cache/ascend"), help="kept results of the compiler")
     parsed = parser.parse_args(arguments)
     assert ops, "importing the ops registers them"
-    spec, target = declaration.lookup(parsed.op), target_named(parsed.target)
+    spec, target = registry.lookup(parsed.op), target_named(parsed.target)
     K, V = (int(width) for width in parsed.width.split(","))
     key = matrix.key(spec, K, V, parsed.dtype, parsed.packed, spec.every_form[0])
     with Compiler(find_toolchain(parsed.python), target, cache=parsed.cache.absolute()) as compiler:

@@ -31,7 +31,7 @@ import torch
 
 import layout_tuner
 from layout_tuner.config import Config
-from layout_tuner.device import driver as devices
+from layout_tuner.device import driver
 from layout_tuner.tuning import isolation
 
 HIDDEN = 1024
@@ -64,22 +64,22 @@ def step(layers: list[Any], x: torch.Tensor, device: torch.device) -> dict[str, 
     for number, layer in enumerate(layers):
         start = time.perf_counter()
         hidden = hidden + layer(hidden)[0]
-        devices.synchronize(device)
+        driver.synchronize(device)
         took[f"forward {number}"] = time.perf_counter() - start
     start = time.perf_counter()
     hidden.float().square().mean().backward()
-    devices.synchronize(device)
+    driver.synchronize(device)
     took["backward"] = time.perf_counter() - start
     return took
 
 
 def run(mode: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Steps of one process: until nothing is tuned any more and the last ones are steady."""
-    device = devices.resolve()
+    device = driver.resolve()
     layers, x = layers_of(arguments.shape, arguments.layers, device)
     warm = torch.nn.Linear(HIDDEN, HIDDEN, device=device, dtype=torch.bfloat16)  # the libraries' own first calls
     warm(x).sum().backward()
-    devices.synchronize(device)
+    driver.synchronize(device)
     folder = os.environ["FIRST_STEP_FOLDER"]
     settings = Config(cache={"path": f"{folder}/decisions.sqlite"}, tuning={"isolate": MODES[mode]})  # type: ignore[arg-type]
     steps: list[dict[str, float]] = []
@@ -125,7 +125,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write everything there")
     parser.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if devices.resolve().type == "cpu":
+    if driver.resolve().type == "cpu":
         print("no accelerator: there is nothing to time", file=sys.stderr)
         return 2
     if arguments.mode:

@@ -35,7 +35,7 @@ import torch
 from layout_tuner.cache.places.opening import open_store
 
 import layout_tuner
-from layout_tuner.device import driver as devices
+from layout_tuner.device import driver
 from layout_tuner.integrations import fla as integration
 from layout_tuner.tuning.timing import EventTimer, Timer, time_rounds
 
@@ -103,7 +103,7 @@ def compile_part(shape: str, part: int, share: int, device: torch.device) -> Non
     step()
     if part == 0:
         layout_tuner.enable(on_miss="default")(step)()
-    devices.synchronize(device)
+    driver.synchronize(device)
 
 
 def autotuners() -> Iterator[Any]:
@@ -181,7 +181,7 @@ def seconds(run: Callable[[], None], device: torch.device) -> float:
     """How long one call takes."""
     start = time.perf_counter()
     run()
-    devices.synchronize(device)
+    driver.synchronize(device)
     return time.perf_counter() - start
 
 
@@ -192,11 +192,11 @@ def wall_us(
     series: dict[Callable[[], None], list[float]] = {without: [], routed: []}
     for _ in range(5):
         for run, taken in series.items():
-            devices.synchronize(device)
+            driver.synchronize(device)
             start = time.perf_counter()
             for _ in range(steps):
                 run()
-            devices.synchronize(device)
+            driver.synchronize(device)
             taken.append((time.perf_counter() - start) * 1e6 / steps)
     return min(series[without]), min(series[routed])
 
@@ -265,7 +265,7 @@ def main() -> int:
     unknown = [name for name in shapes if name not in SHAPES]
     if unknown:
         parser.error(f"--shapes: no shape {', '.join(unknown)}; there are {', '.join(SHAPES)}")
-    device = devices.resolve()
+    device = driver.resolve()
     if device.type == "cpu":
         print("no accelerator here: there is nothing to time", file=sys.stderr)
         return 2
@@ -277,9 +277,9 @@ def main() -> int:
         part, share = map(int, chosen.part.split("/"))
         compile_part(shapes[0], part, share, device)
         return 0
-    triton, version = devices.triton_distribution()
+    triton, version = driver.triton_distribution()
     release = integration.installed_release()
-    say(f"{devices.chip(device).name}, torch {torch.__version__}, {triton} {version}, fla-core {release}")
+    say(f"{driver.chip(device).name}, torch {torch.__version__}, {triton} {version}, fla-core {release}")
     timer = EventTimer(device)
     rows = []
     with tempfile.TemporaryDirectory() as folder:

@@ -25,12 +25,13 @@ from dataclasses import dataclass
 import torch
 
 import layout_tuner.ops
-from layout_tuner.device import driver as devices
+from layout_tuner.device import driver
 from layout_tuner.launch.prepared import Prepared
-from layout_tuner.spec import declaration, layouts
-from layout_tuner.spec.declaration import Call, OpSpec
+from layout_tuner.spec import layouts, operands, registry
+from layout_tuner.spec.declaration import OpSpec
 from layout_tuner.spec.keys import Form, Key
 from layout_tuner.spec.layouts import Layout
+from layout_tuner.spec.operands import Call
 from layout_tuner.tuning.experiment import Experiment
 from layout_tuner.tuning.timing import EventTimer, time_rounds
 
@@ -112,7 +113,7 @@ def total_bytes(tensors: tuple[torch.Tensor | None, ...]) -> int:
 
 def key_for(spec: OpSpec, shape: tuple[int, ...], form: Form) -> Key:
     """The dense bf16 key of a shape."""
-    return spec.key_for(dict(zip(declaration.SIZES, shape)), dtype="bfloat16", form=form)
+    return spec.key_for(dict(zip(operands.SIZES, shape)), dtype="bfloat16", form=form)
 
 
 def public_kernel(spec: OpSpec, call: Call, device: torch.device) -> Callable[[], object] | None:
@@ -124,7 +125,7 @@ def public_kernel(spec: OpSpec, call: Call, device: torch.device) -> Callable[[]
         function = getattr(importlib.import_module(module), name)
     except ImportError:
         return None
-    cores = devices.chip(device).cube_programs
+    cores = driver.chip(device).cube_programs
     for loaded in [m for n, m in sys.modules.items() if n.startswith("fla") and hasattr(m, "get_npu_properties")]:
         loaded.get_npu_properties = lambda: {"num_aicore": cores, "num_vectorcore": cores}  # type: ignore[attr-defined]
     arguments = {name: value for name, value in spec.arguments(call).items() if value is not None}
@@ -219,11 +220,11 @@ def bench_chain(shape: tuple[int, ...], timer: EventTimer) -> list[dict[str, obj
         torch.get_device_module(device).reset_peak_memory_stats(device)
         before = torch.get_device_module(device).memory_allocated(device)
         run()
-        devices.synchronize(device)
+        driver.synchronize(device)
         peak = torch.get_device_module(device).max_memory_allocated(device) - before
         hosts = []
         for _ in range(10):
-            devices.synchronize(device)
+            driver.synchronize(device)
             start = time.perf_counter()
             run()
             hosts.append((time.perf_counter() - start) * 1e6)
@@ -254,24 +255,24 @@ def main() -> int:
     parser.add_argument("--ops", default="", help="only these, separated by commas; `chain` is the whole op")
     parser.add_argument("--json", default="", help="also write the rows to this file")
     chosen = parser.parse_args()
-    device = devices.resolve()
+    device = driver.resolve()
     if device.type == "cpu":
         print("no accelerator here: there is nothing to time", file=sys.stderr)
         return 2
     timer = EventTimer(device)
     rates = measure_rates(device, timer)
-    name, version = devices.triton_distribution()
-    print(f"{devices.chip(device).name}, torch {torch.__version__}, {name} {version}")
+    name, version = driver.triton_distribution()
+    print(f"{driver.chip(device).name}, torch {torch.__version__}, {name} {version}")
     print(f"copy {rates.bytes_s / 1e12:.2f} TB/s, bf16 product {rates.flops_s / 1e12:.0f} TFLOP/s")
     wanted = [op for op in chosen.ops.split(",") if op]
     everything: list[dict[str, object]] = []
     for shape_name in chosen.shapes.split(","):
         shape = SHAPES[shape_name]
         print(f"(B, T, H, HV, K, V) = {shape}, bf16")
-        for op in declaration.names():
+        for op in registry.names():
             if op == "chunk_gated_delta_rule" or (wanted and op not in wanted):
                 continue
-            rows = bench_op(declaration.lookup(op), shape, timer, rates)
+            rows = bench_op(registry.lookup(op), shape, timer, rates)
             everything += [{"shape": shape_name, **row} for row in rows]
             print("\n".join(line(row) for row in rows), flush=True)
             torch.get_device_module(device).empty_cache()

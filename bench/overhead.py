@@ -33,7 +33,8 @@ import layout_tuner.kernels
 from layout_tuner.kernels import dv_local as kernels
 
 from layout_tuner import ops
-from layout_tuner.device import driver as devices
+from layout_tuner.device import interpreter
+from layout_tuner.device.driver import chip
 from layout_tuner.dispatch import router
 from layout_tuner.launch import direct, guards, launcher
 from layout_tuner.ops import dv_local
@@ -206,17 +207,17 @@ def stubbed_device() -> Iterator[Any]:
         kernel.device_caches[device][0][key] = made
         return made
 
-    whole, require = jit.JITFunction._do_compile, devices.require_running
+    whole, require = jit.JITFunction._do_compile, interpreter.require_running
     previous = driver._active
     driver.set_active(StubbedDriver())
     direct.style.cache_clear()
     jit.JITFunction._do_compile = compile_nothing
-    devices.require_running = lambda *_: None
+    interpreter.require_running = lambda *_: None
     replaced = []
     for info in pkgutil.iter_modules(layout_tuner.kernels.__path__):
         module = importlib.import_module(f"layout_tuner.kernels.{info.name}")
         for name, made in list(vars(module).items()):
-            if devices.interpreted(made):
+            if interpreter.interpreted(made):
                 replaced.append((module, name, made))
                 compiled = jit.JITFunction(made.fn, do_not_specialize=made.kwargs.get("do_not_specialize"))
                 setattr(module, name, compiled)
@@ -225,7 +226,7 @@ def stubbed_device() -> Iterator[Any]:
     finally:
         for module, name, made in replaced:
             setattr(module, name, made)
-        jit.JITFunction._do_compile, devices.require_running = whole, require
+        jit.JITFunction._do_compile, interpreter.require_running = whole, require
         driver._active = previous
         direct.style.cache_clear()
         router.current().prepared.clear()
@@ -306,7 +307,7 @@ def on_a_gpu(rounds: int, shape: dict[str, int]) -> dict[str, float]:
     known = router.current().prepared
     constants = dv_local_constants(*list(shape.values())[2:])
     kernel = kernels.chunk_bwd_dv_local_full
-    programs = devices.chip(q.device).cube_programs
+    programs = chip(q.device).cube_programs
     bound = launcher.bind(kernel, **constants)
     named = dv_local_arguments(given, torch.empty_like(do))
     grid = min(named["TASKS"], programs)

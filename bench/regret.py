@@ -29,10 +29,10 @@ import torch
 
 import layout_tuner.ops  # noqa: F401  registers every op
 from layout_tuner.config import Config
-from layout_tuner.device import driver as devices
+from layout_tuner.device import driver
 from layout_tuner.dispatch.router import Router
 from layout_tuner.launch.prepared import Prepared
-from layout_tuner.spec import declaration
+from layout_tuner.spec import registry
 from layout_tuner.spec.declaration import OpSpec
 from layout_tuner.spec.keys import Key, bucketed
 from layout_tuner.tuning.experiment import Experiment
@@ -91,7 +91,7 @@ def wanted_keys(ops: list[str], shapes: list[str], bucket: str) -> list[tuple[st
     for shape in shapes:
         B, T, H, HV, K, V, packed = SHAPES[shape]
         for name in ops:
-            spec = declaration.lookup(name)
+            spec = registry.lookup(name)
             form = spec.form_named(next(iter(spec.forms)))
             sizes = {"B": B, "T": T, "H": H, "HV": HV, "K": K, "V": V}
             key = bucketed(spec.key_for(sizes, dtype="bfloat16", form=form, varlen=packed), bucket)
@@ -176,17 +176,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=330.0, help="begin no further key after so long")
     parser.add_argument("--reference", type=int, default=200, help="rounds of the long measurement")
-    parser.add_argument("--ops", default=",".join(declaration.names()), help="only these, separated by commas")
+    parser.add_argument("--ops", default=",".join(registry.names()), help="only these, separated by commas")
     parser.add_argument("--shapes", default=",".join(SHAPES), help="only these, separated by commas")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     chosen = parser.parse_args()
-    unknown = sorted({*chosen.ops.split(",")} - {*declaration.names()}) + sorted(
-        {*chosen.shapes.split(",")} - {*SHAPES}
-    )
+    unknown = sorted({*chosen.ops.split(",")} - {*registry.names()}) + sorted({*chosen.shapes.split(",")} - {*SHAPES})
     if unknown:
-        known = f"ops: {', '.join(declaration.names())}; shapes: {', '.join(SHAPES)}"
+        known = f"ops: {', '.join(registry.names())}; shapes: {', '.join(SHAPES)}"
         parser.error(f"no such op or shape: {', '.join(unknown)}; {known}")
-    device = devices.resolve()
+    device = driver.resolve()
     if device.type == "cpu":
         print("no accelerator: times in the interpreter say nothing", file=sys.stderr)
         return 2
@@ -198,7 +196,7 @@ def main() -> int:
         router = Router(settings, on_miss="tune")
         timer = EventTimer(device, settings.measure.l2)
         keys = wanted_keys(chosen.ops.split(","), chosen.shapes.split(","), settings.keys.bucket)
-        print(f"{devices.chip(device).name}, torch {torch.__version__}, {' '.join(devices.triton_distribution())}")
+        print(f"{driver.chip(device).name}, torch {torch.__version__}, {' '.join(driver.triton_distribution())}")
         print(
             f"{'shape':7} {'op':32} {'decided':44} {'us':>9} {'best':44} {'us':>9} {'regret%':>7} {'certain %':>9} "
             f"{'saved%':>7} {'tune s':>7} rounds"

@@ -177,7 +177,7 @@ def on_chip_bytes(kernel: str, element_bytes: int, **tiles: int) -> tuple[int, i
     grow with K and V. `pytest -m nightly tests/ascend/test_tiles.py` compiles every combination of tiles that any K and
     V get, of every kernel.
 
-    Calibrated against its plans: `python -m layout_tuner.ascend.tiles OP` prints both. Operands of products lie in L1
+    Calibrated against its plans: `python bench/ascend_tiles.py OP` prints both. Operands of products lie in L1
     twice, their results in L0C once, both exactly as written here. The unified buffer is an upper bound, for it
     depends on how many tasks are kept in flight. Short of room the compiler keeps fewer copies; half always is needed.
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
-from .device import driver as devices
+from .device import driver, interpreter
 from .device.environment import environment
 from .dispatch.router import Router, push
 from .errors import ConfigError, DeviceLostError
@@ -95,16 +95,16 @@ def tune(request: Request, doing: int, announce: Callable[[float], None]) -> Out
         ConfigError: This process sees another device, environment or op than its parent.
         LayoutTunerError: As of `Router.measured`.
     """
-    device = devices.named(request.device)
+    device = driver.named(request.device)
     here = environment(device).id
-    if (here, devices.identity(device)) != (request.environment, request.identity):
+    if (here, driver.identity(device)) != (request.environment, request.identity):
         raise ConfigError(f"another process sees {here} as {device}, not {request.environment}")
     spec = op_of(request.key)
     made = Router(request.config, on_miss="default")
     push(made)  # another library's function is compared with ours as it is routed
-    with devices.guard(device):
+    with driver.guard(device):
         candidates = spec.candidates(request.key)
-        compile_s = None if devices.interpreting() else COMPILING * request.budget_s
+        compile_s = None if interpreter.interpreting() else COMPILING * request.budget_s
         if compile_s is not None and "." not in spec.name:  # what another library launches is not known before
             wanted = [each for each in candidates if (each.id, each.revision) not in request.known]
             compile_ahead(units(spec, made.problem(request.key, device), wanted), device, compile_s, announce)

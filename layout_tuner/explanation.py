@@ -17,13 +17,14 @@ from layout_tuner.cache.records import DecisionRecord
 from . import ops as _ops  # noqa: F401  registers every op
 from .api import forced_candidates
 from .config import Config, disabled
-from .device import driver as devices
+from .device import driver
 from .device.environment import environment
 from .dispatch.router import Router
 from .errors import ConfigError, Faults
 from .spec import forcing
-from .spec.declaration import SIZES, OpSpec
+from .spec.declaration import OpSpec
 from .spec.keys import Key
+from .spec.operands import SIZES
 from .spec.shapes import keys, parse_shapes
 from .tuning.records import key_of, key_record
 
@@ -92,7 +93,7 @@ def explain(
         wanted, refused = keys(parse_shapes([row], "shape"), settings.keys.bucket)
         faults.found += refused
     with faults.gathered():
-        devices.resolve(str(device) if device is not None else None)
+        driver.resolve(str(device) if device is not None else None)
     with faults.gathered():
         disabled()
     faults.complain()
@@ -110,7 +111,7 @@ def explain_keys(
     settings = config if isinstance(config, Config) else Config.load(config)
     if cache is not None:
         settings = settings.model_copy(update={"cache": settings.cache.model_copy(update={"path": os.fspath(cache)})})
-    where = devices.resolve(str(device) if device is not None else None)
+    where = driver.resolve(str(device) if device is not None else None)
     router = Router(settings, on_miss="default", forced=forced_candidates())
     with closing(router):
         say = explain_disabled if disabled() else explain_key
@@ -122,7 +123,7 @@ def explain_disabled(router: Router, spec: OpSpec, key: Key, device: torch.devic
     return Explanation(
         key=key,
         environment=environment(device).id,
-        candidate=spec.default(key, devices.chip(device)).id,
+        candidate=spec.default(key, driver.chip(device)).id,
         source="default",
         reason="LAYOUT_TUNER_DISABLE=1: nothing is routed",
     )
@@ -131,7 +132,7 @@ def explain_disabled(router: Router, spec: OpSpec, key: Key, device: torch.devic
 def explain_key(router: Router, spec: OpSpec, key: Key, device: torch.device) -> Explanation:
     """Why a key runs what it runs."""
     here = environment(device).id
-    by_default = spec.default(key, devices.chip(device))
+    by_default = spec.default(key, driver.chip(device))
     default = by_default.id
     trivial = spec.nothing_to_choose(key) and spec.name not in router.forced
     if trivial or len(spec.candidates(key)) == 1:

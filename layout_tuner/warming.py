@@ -20,11 +20,11 @@ from layout_tuner.cache.records import MAX_REASON, DecisionRecord, MissRecord
 
 from . import ops as _ops  # noqa: F401  registers every op
 from .config import Config, with_cache
-from .device import driver as devices
+from .device import driver, interpreter
 from .device.environment import Environment, environment
 from .dispatch.router import Router, push, remove, require_server
 from .errors import ConfigError, DeviceLostError, Faults, LayoutTunerError
-from .spec import declaration
+from .spec import registry
 from .spec.declaration import OpSpec
 from .spec.keys import Key, bucketed
 from .spec.shapes import Shape, keys, load_shapes, parse_shapes
@@ -136,14 +136,14 @@ def warmup(
             entries = load_shapes(shapes) if isinstance(shapes, (str, os.PathLike)) else parse_shapes(rows_of(shapes))
     for name in ops or ():
         with faults.gathered():
-            declaration.lookup(name)
+            registry.lookup(name)
     with faults.gathered():
         numeric = isinstance(budget_s, numbers.Real) and not isinstance(budget_s, bool)
         if budget_s is not None and not (numeric and math.isfinite(budget_s) and budget_s > 0):
             raise ConfigError(f"budget: wanted a number of seconds above 0, got {budget_s!r}")
     where = torch.device("cpu")
     with faults.gathered():
-        where = devices.resolve(str(device) if device is not None else None)
+        where = driver.resolve(str(device) if device is not None else None)
     with faults.gathered():
         settings = with_cache(settings, cache)
     with faults.gathered():
@@ -158,7 +158,7 @@ def warmup(
     if ops is not None:
         wanted = [(spec, key) for spec, key in wanted if spec.name in ops]
     for spec, _ in wanted[:1]:
-        devices.require_running(spec.name, "float32", where)
+        interpreter.require_running(spec.name, "float32", where)
     if settings.routing.fla and where.type != "cpu":
         wanted = with_rivals(wanted)
     rows = [Row(key=None, status="unsupported", reason=reason) for reason in refused]
@@ -312,7 +312,7 @@ def op_of(key: Key) -> OpSpec:
     """
     library, dot, name = key.op.partition(".")
     if not dot:
-        return declaration.lookup(key.op)
+        return registry.lookup(key.op)
     rival = rival_of(name) if library == "fla" else None
     if rival is None:
         raise ConfigError(f"no op {key.op!r} here: flash-linear-attention is not installed, or has no {name}")

@@ -8,14 +8,15 @@ import torch
 from layout_tuner.kernels import probe
 
 from layout_tuner import ops
-from layout_tuner.device import driver as devices
+from layout_tuner.device import driver, interpreter
 from layout_tuner.launch import launcher
 from layout_tuner.launch.launcher import LaunchRecord
 from layout_tuner.launch.prepared import Prepared
-from layout_tuner.spec import declaration
-from layout_tuner.spec.declaration import Call, Candidate, OpSpec, Problem
+from layout_tuner.spec import operands, registry
+from layout_tuner.spec.declaration import Candidate, OpSpec, Problem
 from layout_tuner.spec.keys import Key
 from layout_tuner.spec.layouts import Layout, relayout
+from layout_tuner.spec.operands import Call
 from layout_tuner.tuning.inputs import given
 
 assert ops, "importing the ops registers them"
@@ -29,7 +30,7 @@ HV = 64
 LONG = {"B": 1, "T": 3 << 24, "H": 2, "HV": 64, "K": 16, "V": 16}
 MANY = {"B": 3 << 14, "T": 1024, "H": 2, "HV": 64, "K": 16, "V": 16}
 MORE = {"B": 3 << 21, "T": 512, "H": 1, "HV": 2, "K": 16, "V": 16}
-SPECS = [declaration.lookup(name) for name in declaration.names()]
+SPECS = [registry.lookup(name) for name in registry.names()]
 FAR_CASES = [
     pytest.param(spec, sizes, id=f"{spec.name}-{name}")
     for spec in SPECS
@@ -52,7 +53,7 @@ def without_memory(spec: OpSpec, key: Key) -> Call:
     """Arguments of a key, of which there are shapes and strides alone."""
     form = key.form
     BT = form.integer("BT", 64)
-    sizes = {name: getattr(key, name) for name in declaration.SIZES}
+    sizes = {name: getattr(key, name) for name in operands.SIZES}
     sizes |= {"BT": BT, "NT": -(-key.T // BT), "N": key.B}
     tensors: list[torch.Tensor | None] = []
     for operand in spec.operands:
@@ -70,7 +71,7 @@ def without_memory(spec: OpSpec, key: Key) -> Call:
 def launches(spec: OpSpec, key: Key, candidate: Candidate) -> list[LaunchRecord]:
     """What a candidate launches."""
     call = without_memory(spec, key)
-    problem = Problem(key=key, chip=devices.chip(torch.device("cpu")))
+    problem = Problem(key=key, chip=driver.chip(torch.device("cpu")))
     prepared = Prepared(spec, problem, candidate, call)
     with launcher.recording() as records:
         prepared(call.tensors, call.scalars, None, None)
@@ -107,14 +108,14 @@ def test_every_kernel_reaches_the_ends_of_tensors_of_4_billion_elements(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes for itself")
 def test_this_interpreter_computes_bfloat16_right_once_mended() -> None:
     """Fails on a Triton whose interpreter `mend_interpreter` no longer helps; bf16 is refused there."""
-    assert devices.interpreting()
-    assert devices.interpreter_is_right()
+    assert interpreter.interpreting()
+    assert interpreter.interpreter_is_right()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64, torch.int32], ids=str)
 def test_casts_to_bfloat16_round_to_the_nearest(dtype: torch.dtype, device: torch.device) -> None:
     """Ties to even, infinities and NaN kept; what lies between the least number and zero too."""
-    devices.require_running("probe", "bfloat16", device)
+    interpreter.require_running("probe", "bfloat16", device)
     values = [
         1.0,
         1.00390625,

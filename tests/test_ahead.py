@@ -17,9 +17,9 @@ import sys
 import torch
 from launches import stubbed
 from layout_tuner.tuning import ahead
-from layout_tuner.device import driver as device
+from layout_tuner.device import driver
 from layout_tuner import ops
-from layout_tuner.spec import declaration as registry
+from layout_tuner.spec import registry
 from layout_tuner.tuning.inputs import synthesize
 from layout_tuner.launch.prepared import Prepared
 from layout_tuner.spec.declaration import Problem
@@ -33,7 +33,7 @@ for name, form, varlen in (
     spec = registry.lookup(name)
     sizes = {"B": 1, "T": 20, "H": 1, "HV": 2, "K": 16, "V": 16}
     key = spec.key_for(sizes, dtype="bfloat16", form=spec.form_named(form), varlen=varlen)
-    problem = Problem(key=key, chip=device.chip(cpu))
+    problem = Problem(key=key, chip=driver.chip(cpu))
     candidates = spec.candidates(key)
     with stubbed() as triton:
         wanted = ahead.units(spec, problem, candidates)

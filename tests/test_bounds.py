@@ -10,11 +10,11 @@ from cases import key_for
 
 from layout_tuner import ops
 from layout_tuner.ascend.candidates import named_arguments
-from layout_tuner.device import driver as devices
+from layout_tuner.device import driver
 from layout_tuner.launch import launcher
 from layout_tuner.launch.launcher import LaunchRecord
 from layout_tuner.launch.prepared import Prepared
-from layout_tuner.spec import declaration
+from layout_tuner.spec import registry
 from layout_tuner.spec.declaration import OpSpec, Problem
 from layout_tuner.tuning import inputs
 
@@ -25,7 +25,7 @@ LISTS = ("cu_seqlens", "chunk_indices", "chunk_offsets")
 CHAIN = "chunk_gated_delta_rule"
 STARTS = (2, 2, 19, 20, 36)
 SIZES = {"T": 40, "H": 1, "HV": 2, "K": 16, "V": 16}
-OPS = [name for name in declaration.names() if "T" in declaration.lookup(name).sizes]
+OPS = [name for name in registry.names() if "T" in registry.lookup(name).sizes]
 
 Wild = Callable[[torch.Tensor], torch.Tensor]
 
@@ -55,7 +55,7 @@ WILD: dict[str, Wild] = {
 def recorded(spec: OpSpec, form: str) -> list[LaunchRecord]:
     """The launches of every candidate's variant for a packed batch."""
     key = key_for(spec, form, varlen=True, **SIZES)
-    problem = Problem(key=key, chip=devices.chip(torch.device("cpu")))
+    problem = Problem(key=key, chip=driver.chip(torch.device("cpu")))
     call = inputs.synthesize(spec, key, "cpu", cu_seqlens=torch.tensor(STARTS))
     variants = {candidate.variant: candidate for candidate in spec.candidates(key)}
     with launcher.recording() as records:
@@ -81,7 +81,7 @@ def form_of(spec: OpSpec) -> str:
 @pytest.mark.parametrize("wild", WILD)
 @pytest.mark.parametrize("op", [op for op in OPS if op != CHAIN])
 def test_no_kernel_leaves_its_tensors_whatever_the_lists_hold(op: str, wild: str) -> None:
-    spec = declaration.lookup(op)
+    spec = registry.lookup(op)
     records = recorded(spec, form_of(spec))
     assert bool(records) == (op != "gdn_gate_bwd")
     found = [text for record in records for text in accesses.outside(with_lists(record, WILD[wild]))]
@@ -92,7 +92,7 @@ def test_no_kernel_leaves_its_tensors_whatever_the_lists_hold(op: str, wild: str
 @pytest.mark.parametrize("wild", ["huge", "drawn"])
 @pytest.mark.parametrize("op", ["chunk_gated_delta_rule_fwd_h", "chunk_bwd_dqkwg", "chunk_local_cumsum"])
 def test_nor_where_one_list_of_two_has_changed(op: str, wild: str, changed: tuple[str, ...]) -> None:
-    spec = declaration.lookup(op)
+    spec = registry.lookup(op)
     found = [
         text
         for record in recorded(spec, form_of(spec))
@@ -103,12 +103,12 @@ def test_nor_where_one_list_of_two_has_changed(op: str, wild: str, changed: tupl
 
 @pytest.mark.parametrize("wild", ["wide", "drawn"])
 def test_nor_those_kernels_that_the_chain_alone_has(wild: str) -> None:
-    spec = declaration.lookup(CHAIN)
+    spec = registry.lookup(CHAIN)
     known = {
         record.kernel.__name__
         for op in OPS
         if op != CHAIN
-        for record in recorded(declaration.lookup(op), form_of(declaration.lookup(op)))
+        for record in recorded(registry.lookup(op), form_of(registry.lookup(op)))
     }
     records = [record for record in recorded(spec, spec.forms["layer"]) if record.kernel.__name__ not in known]
     assert {record.kernel.__name__ for record in records} >= {"l2norm_fwd", "l2norm_bwd"}
@@ -116,13 +116,13 @@ def test_nor_those_kernels_that_the_chain_alone_has(wild: str) -> None:
 
 
 def test_right_lists_leave_nothing_out() -> None:
-    spec = declaration.lookup("chunk_bwd_dv_local")
+    spec = registry.lookup("chunk_bwd_dv_local")
     assert not [text for record in recorded(spec, form_of(spec)) for text in accesses.outside(record)]
 
 
 def test_a_touch_beside_a_tensor_is_seen_and_not_done() -> None:
     """A batch that says more tokens than its tensors have."""
-    spec = declaration.lookup("chunk_local_cumsum")
+    spec = registry.lookup("chunk_local_cumsum")
     (record,) = recorded(spec, form_of(spec))
     named = named_arguments(record) | {"T": SIZES["T"] + 30}
     beyond = with_lists(replace(record, arguments=tuple(named.values())), lambda values: values + 30, LISTS[:1])

@@ -12,11 +12,11 @@ from cases import experiment_for, faults, key_for
 import layout_tuner
 from layout_tuner import ops, reference
 from layout_tuner.device.environment import environment
-from layout_tuner.dispatch import router
+from layout_tuner.dispatch import choices, router
 from layout_tuner.errors import UnsupportedProblemError
 from layout_tuner.spec import layouts, packing
-from layout_tuner.spec.declaration import lookup
 from layout_tuner.spec.layouts import Layout
+from layout_tuner.spec.registry import lookup
 from layout_tuner.tuning import numerics
 
 Tensors = dict[str, torch.Tensor]
@@ -338,9 +338,9 @@ def choose(layout: Layout) -> None:
     """Let the whole process run the chain in one layout, as a decision would."""
     forced = router.current()
 
-    def choice(spec: object, key: object, device: object) -> router.Choice:
+    def choice(spec: object, key: object, device: object) -> choices.Choice:
         candidate = next(c for c in spec.candidates(key) if c.plan["g"] is layout)  # type: ignore[attr-defined]
-        return router.Choice(candidate=candidate, source="forced")
+        return choices.Choice(candidate=candidate, source="forced")
 
     forced.choose = choice  # type: ignore[method-assign, assignment]
 

@@ -10,7 +10,7 @@ from timers import set_times
 import layout_tuner.ops  # noqa: F401  registers every op
 from layout_tuner.config import Measure, Tuning
 from layout_tuner.launch.prepared import Prepared
-from layout_tuner.spec import declaration
+from layout_tuner.spec import declaration, registry
 from layout_tuner.spec.keys import Form, Key
 from layout_tuner.tuning import inputs, memory, numerics
 from layout_tuner.tuning.checking import Checker, Part, part_of, spread
@@ -20,7 +20,7 @@ from layout_tuner.tuning.tuner import Outcome, tune
 
 SIZES = {"B": 3, "T": 21, "H": 3, "HV": 6, "K": 16, "V": 24}
 WIDE = key(B=3, H=3, HV=6)
-OPS = declaration.names()
+OPS = registry.names()
 
 
 def small_forms(spec: declaration.OpSpec) -> list[Form]:
@@ -37,7 +37,7 @@ def key_of(spec: declaration.OpSpec, form: Form, varlen: bool) -> Key:
 @pytest.mark.parametrize("varlen", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("op", OPS)
 def test_a_part_of_the_arguments_gives_that_part_of_the_results(op: str, varlen: bool, device: torch.device) -> None:
-    spec = declaration.lookup(op)
+    spec = registry.lookup(op)
     for form in small_forms(spec):
         at = key_of(spec, form, varlen)
         call = synthesize(spec, at, device)
@@ -79,7 +79,7 @@ def test_the_part_grows_with_the_limit_up_to_the_whole() -> None:
 
 
 def test_what_is_summed_over_the_batch_is_seen_of_every_row() -> None:
-    spec = declaration.lookup("gdn_gate_bwd")
+    spec = registry.lookup("gdn_gate_bwd")
     part = part_of(spec, key_of(spec, spec.every_form[0], False), 1)
     assert part.rows is None
     assert part.groups == (5,)
@@ -186,7 +186,7 @@ def test_identical_is_bit_by_bit(dtype: torch.dtype) -> None:
 def test_arguments_are_those_of_the_inputs(device: torch.device) -> None:
     """The estimate counts what `synthesize` makes."""
     for op in OPS:
-        spec = declaration.lookup(op)
+        spec = registry.lookup(op)
         for form in spec.every_form:
             at = replace(key_of(spec, form, False), T=64)
             call = inputs.synthesize(spec, at, device)

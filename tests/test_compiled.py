@@ -14,15 +14,16 @@ from timers import SetTimer, set_times
 from torch.utils.checkpoint import checkpoint
 
 from layout_tuner.config import Config
-from layout_tuner.device.driver import mend_interpreter
+from layout_tuner.device.interpreter import mend_interpreter
 from layout_tuner.dispatch import router
-from layout_tuner.dispatch.router import Choice, Router
+from layout_tuner.dispatch.choices import Choice
+from layout_tuner.dispatch.router import Router
 from layout_tuner.ops import chunk_bwd_dv_local, chunk_gated_delta_rule
-from layout_tuner.ops.gated_delta_rule import chain, compiled
-from layout_tuner.spec import declaration
+from layout_tuner.ops.gated_delta_rule import compiled
+from layout_tuner.spec import registry
 from layout_tuner.spec.layouts import Layout, relayout
 
-CHAIN = declaration.lookup("chunk_gated_delta_rule")
+CHAIN = registry.lookup("chunk_gated_delta_rule")
 LAYER = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_gate_in_kernel": True}
 
 
@@ -110,7 +111,7 @@ def forms(device: torch.device) -> dict[str, dict[str, Any]]:
 def test_a_compiled_chain_is_the_chain(chosen: Chosen, device: torch.device, form: str) -> None:
     more = forms(device)[form]
     leaves = inputs(device, layer=form == "layer")
-    wanted = step(chain.chunk_gated_delta_rule, leaves, **more)
+    wanted = step(chunk_gated_delta_rule, leaves, **more)
     traced = torch.compile(chunk_gated_delta_rule, fullgraph=True, backend="aot_eager")
     assert same(step(traced, leaves, **more), wanted)
 
@@ -122,7 +123,7 @@ def test_gates_in_any_layout(chosen: Chosen, device: torch.device) -> None:
     odd = torch.zeros(*g.shape, 2, device=device)[..., 0]
     for turn in (lambda x: relayout(x, Layout.T_CONTIG), lambda x: odd.clone().copy_(x)):
         leaves = [*rest, *[turn(x.detach()).requires_grad_() for x in (g, beta)]]
-        assert same(step(traced, leaves), step(chain.chunk_gated_delta_rule, leaves))
+        assert same(step(traced, leaves), step(chunk_gated_delta_rule, leaves))
 
 
 def test_without_gradients_and_at_several_lengths(chosen: Chosen, device: torch.device) -> None:
@@ -132,7 +133,7 @@ def test_without_gradients_and_at_several_lengths(chosen: Chosen, device: torch.
             leaves = inputs(device, T)
             o, state = traced(*leaves, chunk_size=16)
             assert state is None
-            assert torch.equal(o, chain.chunk_gated_delta_rule(*leaves, chunk_size=16)[0])
+            assert torch.equal(o, chunk_gated_delta_rule(*leaves, chunk_size=16)[0])
 
 
 def test_the_decision_is_made_while_tracing(chosen: Chosen, device: torch.device) -> None:
@@ -191,7 +192,7 @@ def test_compiled_dv_local(device: torch.device) -> None:
 def test_checkpointing_takes_the_same_whatever_is_decided_in_between(chosen: Chosen, device: torch.device) -> None:
     """The recomputed forward may find another decision; the backward runs what the first forward chose."""
     leaves = inputs(device)
-    wanted = step(chain.chunk_gated_delta_rule, leaves)
+    wanted = step(chunk_gated_delta_rule, leaves)
     chosen.prepared.clear()
     o = checkpoint(lambda *x: chunk_gated_delta_rule(*x, chunk_size=16)[0], *leaves, use_reentrant=False)
     chosen.prepared.clear()
@@ -241,7 +242,7 @@ def test_a_checkpoint_repeats_a_default_taken_for_want_of_memory(
 ) -> None:
     """Memory that is free by the time of the backward lets nothing be tuned within the repeated region."""
     free = [0]
-    monkeypatch.setattr(router.devices, "free_bytes", lambda _: free[0])
+    monkeypatch.setattr(router.driver, "free_bytes", lambda _: free[0])
     winner = "sub/g=STRIDE_HV"
     times = {name: 2.0 if name == winner else 10.0 for name in CANDIDATES}
     made = Asked(Config(cache={"path": str(tmp_path / "decisions.sqlite")}), set_times(times))

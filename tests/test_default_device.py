@@ -9,9 +9,9 @@ import torch
 from cases import experiment_for, faults, key_for
 
 from layout_tuner import ops
-from layout_tuner.device import driver as devices
+from layout_tuner.device import interpreter
 from layout_tuner.launch import guards
-from layout_tuner.spec import declaration
+from layout_tuner.spec import registry
 from layout_tuner.spec.keys import Key
 from layout_tuner.tuning import inputs
 
@@ -100,7 +100,7 @@ def test_a_packed_step_is_the_same(wanted: list[torch.Tensor], other_defaults: N
 
 @pytest.mark.parametrize("op", ["chunk_local_cumsum", "solve_tril", "chunk_bwd_dv_local"])
 def test_candidates_are_checked_alike(op: str, other_defaults: None, device: torch.device) -> None:
-    spec = declaration.lookup(op)
+    spec = registry.lookup(op)
     key: Key = key_for(spec, next(iter(spec.forms.values())), varlen=True, B=1, T=40, K=16, V=16)
     call = inputs.synthesize(spec, key, device)
     assert call.cu_seqlens is not None and call.cu_seqlens.device.type == device.type
@@ -109,5 +109,5 @@ def test_candidates_are_checked_alike(op: str, other_defaults: None, device: tor
 
 def test_what_a_process_asks_itself_once_is_answered_alike(other_defaults: None) -> None:
     assert guards.guards_work.__wrapped__() == guards.guards_work()
-    if devices.interpreting():
-        assert devices.interpreter_is_right.__wrapped__()
+    if interpreter.interpreting():
+        assert interpreter.interpreter_is_right.__wrapped__()

@@ -24,8 +24,8 @@ import layout_tuner
 from layout_tuner import errors, integrations, reference
 from layout_tuner.dispatch import router
 from layout_tuner.integrations import fla, rivalry, takeover
-from layout_tuner.ops.gated_delta_rule import chain
-from layout_tuner.spec import declaration, keys
+from layout_tuner.ops.gated_delta_rule.spec import SPEC
+from layout_tuner.spec import declaration, keys, registry
 from layout_tuner.tuning import inputs
 from layout_tuner.tuning.experiment import Experiment, as_tuple
 
@@ -115,7 +115,7 @@ def kernel_call(
     op: str, device: torch.device, form: str = "", varlen: bool = False
 ) -> tuple[declaration.OpSpec, keys.Key, dict[str, object]]:
     """Small arguments of a kernel op by name, as the library's function takes them."""
-    spec = declaration.lookup(op)
+    spec = registry.lookup(op)
     wanted = keys.Form.parse(form) if form else spec.standard_forms["training"].changed(BT="16")
     sizes = SIZES | dict(B=1, T=40) if varlen else SIZES
     key = spec.key_for(sizes, dtype="float32", form=wanted, varlen=varlen)
@@ -566,7 +566,7 @@ def test_calls_of_our_own_ops_do_not_meet_the_rival(device: torch.device, monkey
     rival_of_dv_local(monkeypatch)
     spec, key, _ = kernel_call("chunk_bwd_dv_local", device)
     assert "fla" not in {candidate.variant for candidate in spec.candidates(key)}
-    assert not [name for name in declaration.names() if name.startswith("fla")]
+    assert not [name for name in registry.names() if name.startswith("fla")]
 
 
 @needs_fla
@@ -586,7 +586,7 @@ def test_a_library_that_cannot_run_a_key_leaves_it_to_us(
 
 
 def test_a_rivalry_runs_forward_and_backward_through_the_public_functions(device: torch.device) -> None:
-    spec = chain.SPEC
+    spec = SPEC
     rival = rivalry.rivalry(
         spec,
         layout_tuner.ops.chunk_gated_delta_rule,

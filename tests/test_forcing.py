@@ -10,14 +10,14 @@ from timers import set_times
 
 import layout_tuner
 from layout_tuner.config import Config
-from layout_tuner.device import driver as devices
+from layout_tuner.device import driver
 from layout_tuner.dispatch import router
 from layout_tuner.dispatch.router import Router
 from layout_tuner.errors import ConfigError
-from layout_tuner.spec import declaration, forcing
+from layout_tuner.spec import forcing, registry
 
 LAST = "sub/g=T_CONTIG"
-DQKWG = declaration.lookup("chunk_bwd_dqkwg")
+DQKWG = registry.lookup("chunk_bwd_dqkwg")
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_it_is_read_at_enable_and_not_at_a_call(
     with layout_tuner.enable(config, on_miss="default"):
         monkeypatch.setenv("LAYOUT_TUNER_FORCE", f"{SPEC.name}={LAST}")
         dv_local(given)
-        assert ran() == [SPEC.default(key(), devices.chip(device)).id]
+        assert ran() == [SPEC.default(key(), driver.chip(device)).id]
     with layout_tuner.enable(config, on_miss="default"):
         monkeypatch.delenv("LAYOUT_TUNER_FORCE")
         monkeypatch.setattr("layout_tuner.config.os", None)  # the only module that reads the environment
@@ -85,8 +85,8 @@ def test_layouts_left_out_are_the_defaults_and_absent_operands_say_nothing(devic
     training = DQKWG.key_for(
         {"B": 1, "T": 20, "H": 1, "HV": 2, "K": 16, "V": 16}, dtype="float32", form=DQKWG.standard_forms["training"]
     )
-    cuda = devices.Chip(kind="cuda", name="", cube_programs=1, vector_programs=1)
-    npu = devices.Chip(kind="npu", name="", cube_programs=1, vector_programs=1)
+    cuda = driver.Chip(kind="cuda", name="", cube_programs=1, vector_programs=1)
+    npu = driver.Chip(kind="npu", name="", cube_programs=1, vector_programs=1)
     for chip, dg in ((cuda, "STRIDE_HV"), (npu, "T_CONTIG")):
         chosen = forcing.choice(forced, DQKWG, training, DQKWG.default(training, chip))
         assert chosen is not None

@@ -24,13 +24,13 @@ from layout_tuner.kernels import dv_local as kernels
 
 import layout_tuner.ops
 from layout_tuner.config import Config
-from layout_tuner.device import driver as devices
+from layout_tuner.device import interpreter
 from layout_tuner.dispatch import router
 from layout_tuner.dispatch.router import Router
 from layout_tuner.launch import guards
 from layout_tuner.launch.prepared import Prepared
 from layout_tuner.ops import dv_local as op
-from layout_tuner.spec import declaration, layouts
+from layout_tuner.spec import layouts, registry
 from layout_tuner.spec.keys import bucket
 from layout_tuner.spec.layouts import Layout
 
@@ -322,11 +322,11 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Triton]:
     """CPU tensors on a stubbed Triton 3.6 for CUDA."""
     if triton.__version__.rpartition(".")[0] != "3.6" or torch.cuda.is_available():
         pytest.skip("stands on Triton 3.6 and on no GPU")
-    monkeypatch.setattr(devices, "require_running", lambda *_: None)
+    monkeypatch.setattr(interpreter, "require_running", lambda *_: None)
     for info in pkgutil.iter_modules(layout_tuner.kernels.__path__):
         module = importlib.import_module(f"layout_tuner.kernels.{info.name}")
         for name, kernel in list(vars(module).items()):
-            if devices.interpreted(kernel):
+            if interpreter.interpreted(kernel):
                 monkeypatch.setattr(module, name, compilable(kernel))
     with stubbed() as made:
         yield made
@@ -447,6 +447,6 @@ def test_a_fork_while_a_thread_tunes(enabled: Router, silent: None, forked: bool
 
 def test_every_op_has_one_row_counts_declared() -> None:
     """An op with a state for each sequence is checked for the number of sequences at every call."""
-    found = {name for name in declaration.names() if guards.counts_matter(declaration.lookup(name))}
+    found = {name for name in registry.names() if guards.counts_matter(registry.lookup(name))}
     assert "chunk_bwd_dv_local" not in found
     assert {"chunk_gated_delta_rule", "chunk_gated_delta_rule_fwd_h", "chunk_fwd_o"} <= found

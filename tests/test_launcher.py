@@ -203,4 +203,4 @@ def test_every_launch_goes_through_the_launcher() -> None:
         and isinstance(node.func.slice, ast.Tuple)
         and path.parts[-2] != "bench"
     }
-    assert found == {"layout_tuner/launch/launcher.py", "layout_tuner/device/driver.py"}
+    assert found == {"layout_tuner/launch/launcher.py", "layout_tuner/device/interpreter.py"}

@@ -19,7 +19,7 @@ from launches import CONSTANTS, STREAM, Triton, compilable, shifted, stubbed, wa
 from layout_tuner.kernels import dv_local as kernels
 from triton.runtime import jit
 
-from layout_tuner.device import driver as devices
+from layout_tuner.device import driver
 from layout_tuner.launch import direct, launcher
 
 NUMBERS = {"T", "NT", "N", "rows", "ROW_BLOCKS", "TASKS"}
@@ -276,8 +276,8 @@ def test_another_triton_launches_by_its_own_path_and_says_so_once(
     distribution: tuple[str, str],
     target: str,
 ) -> None:
-    monkeypatch.setattr(devices, "triton_distribution", lambda: distribution)
-    monkeypatch.setattr(devices, "launch_target", lambda: target)
+    monkeypatch.setattr(driver, "triton_distribution", lambda: distribution)
+    monkeypatch.setattr(driver, "launch_target", lambda: target)
     caplog.set_level(logging.INFO, logger="layout_tuner.launch.direct")
     for constants in (CONSTANTS, CONSTANTS | {"BV": 32}):
         for _ in range(3):
@@ -409,10 +409,10 @@ class CompiledKernel:
 
 @pytest.fixture
 def ascend(kernel: jit.JITFunction, monkeypatch: pytest.MonkeyPatch) -> Iterator[AscendKernel]:
-    monkeypatch.setattr(devices, "triton_distribution", lambda: ("triton-ascend", "3.2.0"))
-    monkeypatch.setattr(devices, "launch_target", lambda: "npu")
-    monkeypatch.setattr(devices, "launch_index", lambda: -1)
-    monkeypatch.setattr(devices, "raw_stream", lambda: lambda index: STREAM)
+    monkeypatch.setattr(driver, "triton_distribution", lambda: ("triton-ascend", "3.2.0"))
+    monkeypatch.setattr(driver, "launch_target", lambda: "npu")
+    monkeypatch.setattr(driver, "launch_index", lambda: -1)
+    monkeypatch.setattr(driver, "raw_stream", lambda: lambda index: STREAM)
     direct.style.cache_clear()
     yield AscendKernel(kernel)
     direct.style.cache_clear()

@@ -7,12 +7,12 @@ import torch
 from cases import MORE_HEADS, SIZES, experiment_for, faults, gate_dtypes, key_for, matrix
 
 import layout_tuner.ops  # noqa: F401  registers every op
-from layout_tuner.spec import declaration
+from layout_tuner.spec import registry
 from layout_tuner.spec.declaration import OpSpec
 from layout_tuner.spec.keys import Form
 from layout_tuner.tuning.experiment import Experiment
 
-SPECS = [declaration.lookup(name) for name in declaration.names()]
+SPECS = [registry.lookup(name) for name in registry.names()]
 CASES = [
     pytest.param(spec, *case, id=f"{spec.name}-{case[0]}-{case[1]}-{'packed' if case[2] else 'dense'}")
     for spec in SPECS

@@ -9,9 +9,9 @@ from dv_local import CANDIDATES, SPEC
 
 from layout_tuner.device.driver import Chip
 from layout_tuner.errors import ConfigError, UnsupportedProblemError
-from layout_tuner.spec import declaration
-from layout_tuner.spec.declaration import Call
+from layout_tuner.spec import declaration, layouts, operands, registry, revision
 from layout_tuner.spec.layouts import relayout
+from layout_tuner.spec.operands import Call
 from layout_tuner.tuning.inputs import synthesize
 
 CPU = torch.device("cpu")
@@ -32,9 +32,9 @@ def complaint(**named: object) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", declaration.names())
+@pytest.mark.parametrize("name", registry.names())
 def test_synthetic_calls_have_the_key_they_were_made_from(name: str) -> None:
-    spec = declaration.lookup(name)
+    spec = registry.lookup(name)
     for form in spec.every_form:
         for varlen in (False, True):
             sizes = {"B": 1 if varlen else 2, "T": 70, "H": 2, "HV": 4, "K": 8, "V": 12}
@@ -114,7 +114,7 @@ def test_the_key_holds_what_changes_the_work() -> None:
     base = SPEC.key(call())
     assert base == dv_local.key()
     g = torch.zeros(1, 20, 2)
-    assert SPEC.key(call(g=relayout(g, declaration.Layout.T_CONTIG))).form.text == "BT=16,g=float32@T_CONTIG"
+    assert SPEC.key(call(g=relayout(g, layouts.Layout.T_CONTIG))).form.text == "BT=16,g=float32@T_CONTIG"
     assert SPEC.key(call(g=torch.zeros(1, 20, 4)[..., ::2])).form.text == "BT=16,g=float32@OTHER"
     assert SPEC.key(call(g=g.half())).form.text == "BT=16,g=float16@STRIDE_HV"
     assert SPEC.key(call(g=None)).form.text == "BT=16"
@@ -152,8 +152,8 @@ def test_one_head_or_one_token_is_nothing_to_choose(sizes: dict[str, int]) -> No
 def test_groups_share_a_layout() -> None:
     paired = replace(
         SPEC,
-        operands=(*SPEC.operands, declaration.Operand(name="beta", dims="B T HV", time_axis=True)),
-        outputs=(*SPEC.outputs, declaration.Output(name="dg", time_axis=True, needs="g")),
+        operands=(*SPEC.operands, operands.Operand(name="beta", dims="B T HV", time_axis=True)),
+        outputs=(*SPEC.outputs, operands.Output(name="dg", time_axis=True, needs="g")),
         layout_groups=(("g", "beta"), ("dg",)),
     )
     form = "BT=16,beta=float32@STRIDE_HV,g=float32@STRIDE_HV"
@@ -172,8 +172,8 @@ def test_default_of_a_chip(kind: str, layout: str) -> None:
 
 
 def test_default_is_always_a_candidate() -> None:
-    for name in declaration.names():
-        spec = declaration.lookup(name)
+    for name in registry.names():
+        spec = registry.lookup(name)
         for form in spec.every_form:
             for sizes in ({}, {"HV": 1}, {"T": 1}):
                 key = replace(dv_local.key(form, **sizes), op=name)
@@ -189,7 +189,7 @@ def test_default_variant_of_a_chip() -> None:
 
 def test_a_name_is_taken_once() -> None:
     with pytest.raises(ValueError, match=r"'chunk_bwd_dv_local' is registered already"):
-        declaration.register(SPEC)
+        registry.register(SPEC)
 
 
 def test_a_declaration_that_cannot_be_used_is_refused_with_every_reason() -> None:
@@ -198,15 +198,15 @@ def test_a_declaration_that_cannot_be_used_is_refused_with_every_reason() -> Non
         name="wrong",
         operands=(
             *SPEC.operands,
-            declaration.Operand(name="late", dims="B HV T", time_axis=True),
-            declaration.Operand(name="deep", dims="B T HV K V", time_axis=True),
-            declaration.Operand(name="odd", dims="B T X"),
+            operands.Operand(name="late", dims="B HV T", time_axis=True),
+            operands.Operand(name="deep", dims="B T HV K V", time_axis=True),
+            operands.Operand(name="odd", dims="B T X"),
         ),
-        outputs=(*SPEC.outputs, declaration.Output(name="nothing")),
+        outputs=(*SPEC.outputs, operands.Output(name="nothing")),
         layout_groups=(("g", "late", "q"),),
     )
     with pytest.raises(ValueError, match=r"^wrong: ") as caught:
-        declaration.register(wrong)
+        registry.register(wrong)
     for part in (
         "late: a time axis is 'B T HV' and at most one size of channels, got 'B HV T'",
         "deep: a time axis is 'B T HV' and at most one size of channels, got 'B T HV K V'",
@@ -216,7 +216,7 @@ def test_a_declaration_that_cannot_be_used_is_refused_with_every_reason() -> Non
         "deep: a time-axis tensor in no layout group",
     ):
         assert part in str(caught.value)
-    assert "wrong" not in declaration.names()
+    assert "wrong" not in registry.names()
 
 
 def channels() -> declaration.OpSpec:
@@ -225,7 +225,7 @@ def channels() -> declaration.OpSpec:
         SPEC,
         operands=(
             *SPEC.operands,
-            declaration.Operand(name="gk", dims="B T HV K", time_axis=True, fill="cumulative_decay"),
+            operands.Operand(name="gk", dims="B T HV K", time_axis=True, fill="cumulative_decay"),
         ),
         layout_groups=(("g",), ("gk",)),
     )
@@ -247,10 +247,10 @@ def test_arguments_of_a_gate_for_each_channel_have_the_key_they_were_made_for(la
 
 def test_unknown_op_lists_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"no op 'nothing' \(there are .*chunk_bwd_dv_local"):
-        declaration.lookup("nothing")
+        registry.lookup("nothing")
 
 
 def test_revision_is_of_the_device_sources() -> None:
-    assert SPEC.revision == declaration.source_revision(("dv_local",))
-    assert SPEC.revision != declaration.source_revision(("fwd_o",))
+    assert SPEC.revision == revision.source_revision(("dv_local",))
+    assert SPEC.revision != revision.source_revision(("fwd_o",))
     assert len({candidate.revision for candidate in SPEC.candidates(dv_local.key())}) == 1

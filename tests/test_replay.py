@@ -15,7 +15,7 @@ from launches import Triton, compilable, shifted, stubbed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layout_tuner import ops
-from layout_tuner.device import driver as devices
+from layout_tuner.device import interpreter
 from layout_tuner.dispatch import router
 from layout_tuner.launch import launcher, replay
 from layout_tuner.spec.layouts import Layout, relayout
@@ -53,7 +53,7 @@ class Interpreted:
             at(x, TYPES[kind[1:]]) if kind.startswith("*") and isinstance(x, int) else x
             for x, kind in zip(arguments, types, strict=True)
         ]
-        with devices.interpreter_lock:
+        with interpreter.interpreter_lock:
             compiled.kernel.interpreted[(grid,)](*placed)
 
 
@@ -88,8 +88,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interpreted]:
     monkeypatch.setattr(launches.Launcher, "launch", launch_for)
     monkeypatch.setattr(Triton, "compile", compile_for)
     monkeypatch.setattr(launcher.BoundKernel, "__call__", counted)
-    monkeypatch.setattr(devices, "require_running", lambda *_: None)
-    monkeypatch.setattr(devices, "interpreting", lambda: False)
+    monkeypatch.setattr(interpreter, "require_running", lambda *_: None)
+    monkeypatch.setattr(interpreter, "interpreting", lambda: False)
     torch.use_deterministic_algorithms(True)  # new tensors hold NaN
     with stubbed():
         yield made

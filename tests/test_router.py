@@ -31,13 +31,13 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 import layout_tuner
 from layout_tuner.config import Config
-from layout_tuner.device import driver as devices
+from layout_tuner.device import driver
 from layout_tuner.device.environment import environment
 from layout_tuner.dispatch import router
 from layout_tuner.dispatch.router import Router
 from layout_tuner.errors import CacheError, ConfigError, TuningError, UnsupportedProblemError
 from layout_tuner.launch import launcher
-from layout_tuner.spec import declaration
+from layout_tuner.spec import registry
 from layout_tuner.spec.layouts import Layout, relayout
 from layout_tuner.tuning import inputs
 from layout_tuner.tuning.tuner import Outcome
@@ -113,7 +113,7 @@ def test_without_enable_the_default_runs(device: torch.device) -> None:
     given = arguments(device)
     assert not layout_tuner.is_enabled()
     assert_right(dv_local(given), given)
-    assert ran(router.current()) == [SPEC.default(key(), devices.chip(device)).id]
+    assert ran(router.current()) == [SPEC.default(key(), driver.chip(device)).id]
 
 
 def test_scopes_nest_and_the_newest_wins(config: Config) -> None:
@@ -454,7 +454,7 @@ def test_policy_default_runs_the_default_untuned(config: Config, device: torch.d
     given = arguments(device)
     with entered(Router(config, on_miss="default", timer=NeverTimed())) as made:
         assert_right(dv_local(given), given)
-        assert ran(made) == [SPEC.default(key(), devices.chip(device)).id]
+        assert ran(made) == [SPEC.default(key(), driver.chip(device)).id]
         assert not list(made.store.decisions())
 
 
@@ -465,7 +465,7 @@ def test_policy_by_device_setting_and_argument(config: Config, monkeypatch: pyte
     setting = config.model_copy(update={"tuning": config.tuning.model_copy(update={"on_miss": "error"})})
     assert Router(setting).policy(cpu) == "error"
     assert Router(setting, on_miss="tune").policy(cpu) == "tune"
-    monkeypatch.setattr(devices, "multi_process", lambda: True)
+    monkeypatch.setattr(driver, "multi_process", lambda: True)
     assert Router(config).policy(accelerator) == "default"
     assert Router(config, on_miss="tune").policy(accelerator) == "tune"
 
@@ -535,7 +535,7 @@ def test_no_tuning_while_a_graph_is_captured(
     given = arguments(device)
     with entered(Counted(config, on_miss="tune")) as made:
         with monkeypatch.context() as patched:
-            patched.setattr(devices, "capturing", lambda device: True)
+            patched.setattr(driver, "capturing", lambda device: True)
             assert_right(dv_local(given), given)
             assert made.tuned == []
         dv_local(given)
@@ -833,17 +833,17 @@ def test_tuning_is_on_synthetic_arguments(config: Config, device: torch.device) 
 
 def named(name: str) -> dict[str, object]:
     """Arguments of a public op, right ones."""
-    spec = declaration.lookup(name)
+    spec = registry.lookup(name)
     form = next(form for form in spec.every_form if "OTHER" not in form)
     call = inputs.synthesize(spec, key_for(spec, form, B=1, T=20, K=16, V=16), "cpu")
     taken = inspect.signature(getattr(layout_tuner.ops, name)).parameters
     return {name: value for name, value in spec.arguments(call).items() if name in taken}
 
 
-@pytest.mark.parametrize("name", declaration.names())
+@pytest.mark.parametrize("name", registry.names())
 def test_every_argument_of_a_wrong_type_is_named_by_one_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router.Router, "prepare", lambda *_: pytest.fail("prepared"))
-    spec, op, given = declaration.lookup(name), getattr(layout_tuner.ops, name), named(name)
+    spec, op, given = registry.lookup(name), getattr(layout_tuner.ops, name), named(name)
     optional = {operand.name for operand in spec.operands if operand.optional}
     for argument, value in given.items():
         wrong: list[object] = [[1.0], 1.5, torch.zeros(3).numpy()]

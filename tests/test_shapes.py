@@ -9,7 +9,7 @@ import pytest
 import layout_tuner
 from layout_tuner.config import Config
 from layout_tuner.errors import REFUSAL, ConfigError
-from layout_tuner.spec import declaration
+from layout_tuner.spec import registry
 from layout_tuner.spec.shapes import Shape, keys, load_shapes, parse_shapes
 from layout_tuner.tuning.inputs import synthesize
 
@@ -62,7 +62,7 @@ def test_keys_are_those_of_the_calls_they_are_for(dtype: str) -> None:
     row = {"T": 20, "H": 1, "HV": 2, "K": 16, "dtype": dtype}
     wanted, refused = keys(parse_shapes([row, row | {"cu_seqlens": [0, 9, 20]}]), "exact")
     assert not refused
-    assert {key.op for _, key in wanted} == set(declaration.names())
+    assert {key.op for _, key in wanted} == set(registry.names())
     for spec, key in wanted:
         assert spec.key(synthesize(spec, key, "cpu")) == key
 
@@ -134,13 +134,13 @@ def test_every_bad_value_of_every_form_at_once() -> None:
 
 
 def test_every_form_of_every_op_is_a_form() -> None:
-    for name in declaration.names():
-        spec = declaration.lookup(name)
+    for name in registry.names():
+        spec = registry.lookup(name)
         assert [spec.form_named(form.text) for form in spec.every_form] == list(spec.every_form)
 
 
 def test_a_form_is_written_as_a_call_writes_it() -> None:
-    spec = declaration.lookup(CUMSUM)
+    spec = registry.lookup(CUMSUM)
     text = "BT=64,g=float32@STRIDE_HV,output_dtype=float32"
     assert spec.form_named(f"{text},reverse=0").text == spec.form_named(text).text == text
     assert spec.form_named(f"{text},reverse=1").text == f"{text},reverse=1"

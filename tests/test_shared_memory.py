@@ -17,7 +17,7 @@ import torch
 from cases import experiment_for, faults, key_for
 from shared_memory import LIMIT
 
-from layout_tuner.spec import declaration
+from layout_tuner.spec import registry
 
 PROGRAM = Path(__file__).parent / "support" / "shared_memory.py"
 WIDTHS = [(16, 16), (24, 40), (32, 32), (64, 64), (128, 128), (192, 128), (256, 256)]
@@ -54,14 +54,14 @@ def assert_fits(found: list[dict[str, Any]]) -> None:
     ids=["one-step", "one-step-fp32", "widest", "widest-fp32"],
 )
 def test_standard_forms_fit(ops: list[str], dtype: str, width: tuple[int, int], tmp_path: Path) -> None:
-    ops = ops or [name for name in declaration.names() if name != "chunk_gated_delta_rule"]  # made of the others
+    ops = ops or [name for name in registry.names() if name != "chunk_gated_delta_rule"]  # made of the others
     asked = {"ops": ops, "dtypes": [dtype], "widths": [width], "heads": [(1, 1)]}
     assert_fits(compiled(asked | {"every_form": False, "every_plan": False}, tmp_path))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("op", declaration.names())
+@pytest.mark.parametrize("op", registry.names())
 def test_everything_fits(op: str, dtype: str, tmp_path: Path) -> None:
     asked = {"ops": [op], "dtypes": [dtype], "widths": WIDTHS, "heads": HEADS}
     assert_fits(compiled(asked | {"every_form": True, "every_plan": True}, tmp_path))
@@ -73,10 +73,10 @@ def test_what_does_not_fit_is_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", declaration.lookup("chunk_bwd_dqkwg").every_form)
+@pytest.mark.parametrize("form", registry.lookup("chunk_bwd_dqkwg").every_form)
 def test_loops_of_one_step_are_right(form: str, device: torch.device) -> None:
     """Where tasks had no loop left, and more shared memory was asked for than there is."""
-    spec = declaration.lookup("chunk_bwd_dqkwg")
+    spec = registry.lookup("chunk_bwd_dqkwg")
     key = key_for(spec, form, "bfloat16", H=2, HV=2, K=64, V=64)
     assert faults(experiment_for(spec, key, device)) == []
 
@@ -85,6 +85,6 @@ def test_loops_of_one_step_are_right(form: str, device: torch.device) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("width", [64, 256])
 def test_the_chain_is_right_where_each_head_has_queries_of_its_own(form: str, width: int, device: torch.device) -> None:
-    spec = declaration.lookup("chunk_gated_delta_rule")
+    spec = registry.lookup("chunk_gated_delta_rule")
     key = key_for(spec, form, "bfloat16", H=2, HV=2, K=width, V=width)
     assert faults(experiment_for(spec, key, device)) == []

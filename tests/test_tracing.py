@@ -16,16 +16,16 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from layout_tuner import ops
 from layout_tuner.config import Config
-from layout_tuner.device.driver import mend_interpreter
+from layout_tuner.device.interpreter import mend_interpreter
 from layout_tuner.dispatch import router
 from layout_tuner.dispatch.router import Router
 from layout_tuner.ops import chunk_gated_delta_rule, chunk_gated_delta_rule_fwd_intra, chunk_local_cumsum
-from layout_tuner.spec import declaration, packing
+from layout_tuner.spec import packing, registry
 from layout_tuner.spec.declaration import OpSpec
 from layout_tuner.tuning import inputs
 
 Tensors = list[torch.Tensor]
-OPS = [declaration.lookup(name) for name in declaration.names() if "." not in name]
+OPS = [registry.lookup(name) for name in registry.names() if "." not in name]
 chain = functools.partial(chunk_gated_delta_rule, chunk_size=16)
 cumsum = functools.partial(chunk_local_cumsum, chunk_size=16)
 

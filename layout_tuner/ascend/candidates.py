@@ -18,8 +18,9 @@ from layout_tuner.device.driver import Chip
 from layout_tuner.errors import LayoutTunerError
 from layout_tuner.launch import launcher
 from layout_tuner.launch.prepared import Prepared
-from layout_tuner.spec.declaration import Call, Candidate, OpSpec, Problem
+from layout_tuner.spec.declaration import Candidate, OpSpec, Problem
 from layout_tuner.spec.keys import Key
+from layout_tuner.spec.operands import Call
 from layout_tuner.tuning.inputs import synthesize
 
 _DTYPES: Final = {

@@ -1,7 +1,8 @@
 """From a kernel's launch to a request to the compiler, and from its answer to facts.
 
 A `Launch` says what the host code would launch: the kernel, the grid, the arguments' types and values, the constexprs.
-`layout_tuner.launch.launcher` records them from the real host code, so tiles, grids and arguments are written in one place.
+`layout_tuner.launch.launcher` records them from the real host code, so tiles, grids and arguments are written in
+one place.
 """
 
 import dataclasses

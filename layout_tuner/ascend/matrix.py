@@ -10,7 +10,7 @@ from typing import Final
 
 from layout_tuner.ascend.candidates import CandidateReport, Case, cases_of
 from layout_tuner.ascend.targets import target_named
-from layout_tuner.spec import declaration
+from layout_tuner.spec import calls
 from layout_tuner.spec.declaration import OpSpec
 from layout_tuner.spec.keys import Form, Key
 from layout_tuner.spec.layouts import Layout
@@ -53,7 +53,7 @@ def keys(spec: OpSpec, widths: Sequence[tuple[int, int]] = WIDTHS, T: int = 2048
 
 def refused(spec: OpSpec, found: Key) -> bool:
     """The op says that no kernel serves the key."""
-    return bool([*declaration.common_reasons(spec, found), *spec.unsupported(found)])
+    return bool([*calls.common_reasons(spec, found), *spec.unsupported(found)])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

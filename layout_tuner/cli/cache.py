@@ -297,9 +297,9 @@ def require_known_op(found: Iterable[object], op: str | None) -> None:
     if op is None or "." in op or next(iter(found), None) is not None:
         return
     import layout_tuner.ops  # noqa: F401  registers every op
-    from layout_tuner.spec import declaration
+    from layout_tuner.spec import registry
 
-    declaration.lookup(op)
+    registry.lookup(op)
 
 
 def _require_decisions(store: Store | FolderStore | ServerStore, environment: str | None, op: str | None) -> None:

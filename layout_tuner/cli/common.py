@@ -168,9 +168,9 @@ def use_interpreter_on_cpu(device: str | None) -> None:
     from layout_tuner import config
 
     if device is None:
-        from layout_tuner.device import driver as devices
+        from layout_tuner.device import driver
 
-        device = devices.resolve().type
+        device = driver.resolve().type
     if device == "cpu":
         config.enable_interpreter()
 

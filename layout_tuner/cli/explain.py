@@ -162,12 +162,12 @@ def wanted_keys(
         ConfigError: The shape cannot be used.
     """
     from layout_tuner.config import Config
-    from layout_tuner.spec import declaration
+    from layout_tuner.spec import registry
     from layout_tuner.spec.shapes import keys, parse_shapes
 
     row: dict[str, Any] = parse_fields(shape)
     if op is not None:
-        declaration.lookup(op)
+        registry.lookup(op)
         row["op"] = op
     if form is not None:
         row["forms"] = [form]

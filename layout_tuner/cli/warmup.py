@@ -99,11 +99,11 @@ def chosen_ops(names: str | None) -> list[str] | None:
     if not names:
         return None
     import layout_tuner.ops  # noqa: F401  registers every op
-    from layout_tuner.spec import declaration
+    from layout_tuner.spec import registry
 
     chosen = [name.strip() for name in names.split(",")]
     for name in chosen:
-        declaration.lookup(name)
+        registry.lookup(name)
     return chosen
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from . import driver as devices
+from . import interpreter
 
 PREDICTED = "predicted:"
 
@@ -43,11 +44,11 @@ def environment(device: torch.device) -> Environment:
     """The environment of a device in this process; read once."""
     name, version = devices.triton_distribution()
     facts = {"device": device.type, "torch": torch.__version__, name: version}
-    if devices.interpreting():
+    if interpreter.interpreting():
         # Kernels of an interpreted process never reach the device, whatever tensors they are given.
         facts |= {"interpreter": "1", "machine": platform.machine()}
     if device.type == "cpu":
-        facts["model"] = "Triton interpreter" if devices.interpreting() else "cpu"
+        facts["model"] = "Triton interpreter" if interpreter.interpreting() else "cpu"
     else:
         chip = devices.chip(device)
         facts |= {"model": chip.name, "cube programs": str(chip.cube_programs)}

@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Iterator
 from typing import Literal
 
-from . import driver as devices
+from . import driver
 
 Failure = Literal["", "compile", "crash", "overflow", "memory", "timeout", "wrong", "device"]
 
@@ -43,11 +43,11 @@ def classify(error: BaseException) -> Failure:
     such as a fault of the device, of a file system or of its caches; that says nothing about a candidate.
     """
     chain = tuple(causes(error))
-    if any(devices.out_of_memory(each) for each in chain):
+    if any(driver.out_of_memory(each) for each in chain):
         return "memory"
     if any(isinstance(each, subprocess.TimeoutExpired) or timed_out(each) for each in chain):
         return "timeout"
-    if any(isinstance(each, OSError) or devices.faulted(each) for each in chain):
+    if any(isinstance(each, OSError) or driver.faulted(each) for each in chain):
         return "device"
     if any(crashed(each) for each in chain):
         return "crash"
@@ -61,7 +61,7 @@ def classify(error: BaseException) -> Failure:
 
 def fatal(error: BaseException) -> bool:
     """Whether the device does nothing more for this process after an exception."""
-    return any(devices.lost(each) for each in causes(error))
+    return any(driver.lost(each) for each in causes(error))
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

@@ -8,68 +8,15 @@ from __future__ import annotations
 
 import collections
 import functools
-import logging
 import math
-import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from typing import NamedTuple
 
-from ..spec.keys import Key
+from ..launch.tally import Tally
 from ..tuning.timing import Interval
-
-log = logging.getLogger(__name__)
-
-
-class Tally:
-    """Calls that one choice ran.
-
-    Attributes:
-        calls: How many.
-        flushed: How many of them are recorded as misses.
-        missed: How many of them found no decision anywhere when they came.
-        key: The key.
-        environment: Its environment's id.
-        candidate: What runs.
-        source: Where the choice comes from.
-        reason: Why the default runs in place of a decision; empty where there is one.
-        saved_us: What a call saves against the default.
-        first_seen: When the first came.
-    """
-
-    __slots__ = (
-        "calls", "candidate", "environment", "first_seen", "flushed", "key", "missed", "reason", "saved_us", "source",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        key: Key | None = None,
-        environment: str = "",
-        *,
-        candidate: str = "",
-        source: str = "",
-        reason: str = "",
-        saved_us: Interval | None = None,
-    ) -> None:
-        self.calls = self.flushed = self.missed = 0
-        self.key = key
-        self.environment = environment
-        self.candidate = candidate
-        self.source = source
-        self.reason = reason
-        self.saved_us = saved_us
-        self.first_seen = datetime.now(UTC)
-
-    @property
-    def place(self) -> tuple[object, ...]:
-        """Tallies of one place count the same thing."""
-        return (self.key, self.environment, self.candidate, self.source, self.reason)
-
-
-# What is counted outside every `enable`, and never reported.
-UNROUTED = Tally()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +69,29 @@ class Stats:
     fla_served: Mapping[str, int] = field(default_factory=dict)
     fla_yielded: Mapping[str, int] = field(default_factory=dict)
     fla_fallthroughs: Mapping[tuple[str, str], int] = field(default_factory=dict)
+
+
+class Library(NamedTuple):
+    """Counts of another library's calls, kept by what takes them over; each is asked for when `stats` is.
+
+    Attributes:
+        served: Calls that ran here, by op.
+        yielded: Calls left to it because it was measured to be faster, by op.
+        fallthroughs: Calls left to it because nothing here serves them, by op and reason.
+    """
+
+    served: Callable[[], Mapping[str, int]] = dict
+    yielded: Callable[[], Mapping[str, int]] = dict
+    fallthroughs: Callable[[], Mapping[tuple[str, str], int]] = dict
+
+
+_library = Library()
+
+
+def count_library(library: Library) -> None:
+    """Have `stats` tell these counts."""
+    global _library
+    _library = library
 
 
 class Tallies(dict[tuple[object, ...], Tally]):
@@ -217,11 +187,6 @@ def stats() -> Stats:
     for tally in tallies:
         if tally.reason:
             fallbacks[tally.reason] += tally.calls
-    takeover = sys.modules.get("layout_tuner.integrations.takeover")
-    library = {
-        f"fla_{name}": getattr(takeover, name)() if takeover is not None else {}
-        for name in ("served", "yielded", "fallthroughs")
-    }
     return Stats(
         hits=sum(tally.calls for tally in tallies) - misses,
         misses=misses,
@@ -229,7 +194,9 @@ def stats() -> Stats:
         fallbacks=dict(fallbacks),
         saved_us=added(times(tally.saved_us, tally.calls) for tally in tallies),
         decisions=tuple(used(tally) for tally in tallies),
-        **library,
+        fla_served=_library.served(),
+        fla_yielded=_library.yielded(),
+        fla_fallthroughs=_library.fallthroughs(),
     )
 
 

@@ -17,8 +17,8 @@ from typing import Protocol
 
 from layout_tuner.cache.records import MissRecord
 
+from ..launch.tally import Tally
 from ..tuning.records import key_record
-from .counters import Tally
 
 log = logging.getLogger(__name__)
 

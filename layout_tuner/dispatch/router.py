@@ -1,7 +1,7 @@
 """The hot path: a call's signature -> a prepared launch.
 
 A hit compares the call with the last one of its op, or looks its signature up in a dictionary, and launches: no lock,
-no SQL, no environment read, no logging, no string. What a signature holds (see `fitting`) settles every check, so a
+no SQL, no environment read, no logging, no string. What a signature holds (see `guards`) settles every check, so a
 call that hits needs none.
 
 A miss makes the key, asks the decisions of this process, then the cache, then follows `on_miss`. Decisions used once
@@ -20,7 +20,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, TypeVar
 
 import torch
@@ -30,34 +30,32 @@ from layout_tuner.cache.places.server import parse_url
 from layout_tuner.cache.records import MAX_REASON, DecisionRecord, MeasurementRecord
 
 from ..config import Config
-from ..device import driver as devices
+from ..device import driver, interpreter
 from ..device.environment import PREDICTED, environment
 from ..device.failures import classify, first_line
-from ..errors import (
-    CacheError,
-    ConfigError,
-    LayoutTunerError,
-    PackingError,
-    TooLittleMemoryError,
-    TuningError,
-)
-from ..launch.guards import Fits, Run, Scalars, Signature, fitting, guard, running, signature
+from ..errors import CacheError, ConfigError, LayoutTunerError, PackingError, TooLittleMemoryError, TuningError
+from ..launch.guards import Scalars, Signature, signature
 from ..launch.prepared import Prepared
+from ..launch.tally import UNROUTED, Tally
 from ..spec import forcing, watched
-from ..spec.declaration import Call, Candidate, OpSpec, Outputs, Problem, Value, number_faults
+from ..spec.calls import number_faults
+from ..spec.declaration import Candidate, OpSpec, Problem
 from ..spec.forcing import Forced
 from ..spec.keys import Key, bucketed
 from ..spec.layouts import Layout
+from ..spec.operands import Call, Outputs, Value
 from ..tuning import isolation
 from ..tuning.deadline import FamilyLock
 from ..tuning.experiment import Experiment
 from ..tuning.isolation import tune_isolated
 from ..tuning.memory import MARGIN, MIB, tuning_bytes
 from ..tuning.records import key_record, measurement_of, outcome_record
-from ..tuning.timing import EventTimer, HostTimer, Interval, Timer, scratch_bytes
+from ..tuning.timing import EventTimer, HostTimer, Timer, scratch_bytes
 from ..tuning.tuner import Measurement, Outcome, Trial, tune
 from . import counters
-from .counters import UNROUTED, Tallies, Tally, count_tuning, saved_us
+from .choices import Choice, saved_by, stand_in
+from .counters import Tallies, count_tuning
+from .known import Known, Memory
 from .misses import MissLog
 
 log = logging.getLogger(__name__)
@@ -68,82 +66,6 @@ R = TypeVar("R")
 
 MOST_SIGNATURES = 4096
 BESIDE = "it is being tuned in a process of its own"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """A candidate for a key, and how it came about.
-
-    Attributes:
-        candidate: What to run.
-        source: `pinned`, `forced`, `measured`, `imported`, `predicted` or `default`.
-        frozen: Whether the process keeps it; a default taken because tuning was not possible just now is not kept.
-        record: The decision it follows, if any.
-        reason: Why the default stands in for a decision; empty where there is one, or nothing to choose.
-        missed: Whether there was no decision anywhere when it was made.
-        pending: Whether it only serves until the key has been tuned beside the calls.
-    """
-
-    candidate: Candidate
-    source: str
-    frozen: bool = True
-    record: DecisionRecord | None = None
-    reason: str = ""
-    missed: bool = False
-    pending: bool = False
-
-
-class Known:
-    """A signature that was prepared and has run, with the test whether a call has it.
-
-    Args:
-        spec: The op.
-        signature: The signature.
-        prepared: What runs it.
-        tensors: The operands of a call that has it.
-
-    Attributes:
-        fits: The test.
-        run: The test and, where it passes, the launch.
-    """
-
-    __slots__ = ("fits", "prepared", "run", "signature")
-
-    def __init__(
-        self, spec: OpSpec, signature: Signature, prepared: Prepared, tensors: tuple[torch.Tensor | None, ...]
-    ) -> None:
-        check = guard(tensors)
-        launch = prepared.launch if prepared.direct else prepared
-        self.fits: Fits = fitting(signature, check)
-        self.run: Run = running(
-            signature, check, launch, len(spec.scalars), spread=prepared.direct, tally=prepared.tally
-        )
-        self.signature = signature
-        self.prepared = prepared
-
-
-class Memory(dict[Signature, Prepared]):
-    """What was prepared, by signature, and shortcuts to it; clearing it forgets all.
-
-    Attributes:
-        last: The last call of each op.
-        by_shape: The last call of an op with that shape of the main tensor.
-        bound: What packed batches of one bucket share.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last: dict[OpSpec, Known] = {}
-        self.by_shape: dict[tuple[OpSpec, object], Known] = {}
-        self.bound: dict[tuple[object, ...], Prepared] = {}
-
-    def clear(self) -> None:
-        """Forget everything."""
-        super().clear()
-        self.last.clear()
-        self.by_shape.clear()
-        self.bound.clear()
-
 
 _routers: weakref.WeakSet[Router] = weakref.WeakSet()
 
@@ -197,7 +119,7 @@ class Router:
         """
         key = spec.key(call)
         device = present(call).device
-        devices.require_running(spec.name, key.dtype, device)
+        interpreter.require_running(spec.name, key.dtype, device)
         choice = self.choose(spec, key, device)
         prepared = self.prepare(spec, key, device, choice.candidate, call)
         prepared.tally = self.tally(spec, key, device, choice)
@@ -237,7 +159,7 @@ class Router:
         if isinstance(error, PackingError):
             raise error
         key, device = spec.key(call), present(call).device
-        instead: Candidate | None = spec.default(key, devices.chip(device))
+        instead: Candidate | None = spec.default(key, driver.chip(device))
         tried = (*before, failed.candidate)
         if instead in tried:
             variants = {candidate.variant for candidate in tried}
@@ -425,7 +347,7 @@ class Router:
             Exception: `error` itself, where the default does not run either.
         """
         key, device = spec.key(call), present(call).device
-        default = spec.default(key, devices.chip(device))
+        default = spec.default(key, driver.chip(device))
         if isinstance(error, PackingError) or failed.candidate == default:
             raise error
         try:
@@ -461,7 +383,7 @@ class Router:
         def variant_of(spec: OpSpec, stage: Key) -> str | None:
             return self.stored_variant(spec, stage, device)
 
-        return Problem(key=key, chip=devices.chip(device), variant_of=variant_of)
+        return Problem(key=key, chip=driver.chip(device), variant_of=variant_of)
 
     def stored_variant(self, spec: OpSpec, key: Key, device: torch.device) -> str | None:
         """The variant stored as best for a key, or for the same call with its gates as models make them.
@@ -500,7 +422,7 @@ class Router:
             device: Where it is to run.
             tracing: Whether a compiler is tracing the call, so that nothing may run now.
         """
-        default = spec.default(key, devices.chip(device))
+        default = spec.default(key, driver.chip(device))
         if not self.tuning or (spec.nothing_to_choose(key) and spec.name not in self.forced):
             return Choice(candidate=default, source="default")
         key = bucketed(key, self.config.keys.bucket)
@@ -553,7 +475,7 @@ class Router:
         alive = {candidate.id: candidate.revision for candidate in spec.candidates(key)}
         environments = [environment(device).id]
         if device.type == "npu":  # what the compiler's counts say serves until something is measured
-            environments.append(PREDICTED + devices.chip(device).name)
+            environments.append(PREDICTED + driver.chip(device).name)
         try:
             found = self.store.resolve(key_record(key), environments, known=alive)
         except Exception as error:  # a cache never fails an op
@@ -580,7 +502,7 @@ class Router:
         place = (key, environment(device).id)
         if place in self._passed_over and in_backward():
             return stand_in(default, "the call that a checkpoint repeats took it", frozen=False)
-        if tracing or watched.faking() or devices.capturing(device):
+        if tracing or watched.faking() or driver.capturing(device):
             self.say(key, "a graph is being captured or traced: running %s untuned", default.id)
             return self.pass_over(place, default, "a graph was being captured or traced")
         if self.too_many(spec):
@@ -596,10 +518,10 @@ class Router:
             log.warning("%s: not tuned: %s", key, error)
             return stand_in(default, "it could not be tuned")
         except (RuntimeError, MemoryError) as error:  # a device's, of which torch_npu makes no class of their own
-            if not devices.out_of_memory(error):
+            if not driver.out_of_memory(error):
                 log.warning("%s: not tuned: %s: %s", key, type(error).__name__, first_line(error))
                 return stand_in(default, "it could not be tuned")
-            devices.release(device)
+            driver.release(device)
             self.say(key, "too little free memory to tune (%s): running %s", first_line(error), default.id)
             return self.pass_over(place, default, "too little free memory to tune")
         held = self.choices.get((key, environment(device).id))
@@ -641,7 +563,7 @@ class Router:
             return self.on_miss
         if self.config.tuning.on_miss != "auto":
             return self.config.tuning.on_miss
-        return "default" if device.type == "cpu" or devices.multi_process() else "tune"
+        return "default" if device.type == "cpu" or driver.multi_process() else "tune"
 
     # -- tuning beside the calls -------------------------------------------------------------------------------
 
@@ -653,7 +575,7 @@ class Router:
     def tune_beside(self, spec: OpSpec, key: Key, device: torch.device, default: Candidate) -> Choice:
         """Have a key tuned while calls go on with the default; they follow the outcome once there is one."""
         place = (key, environment(device).id)
-        if devices.forked(device):
+        if driver.forked(device):
             return stand_in(default, "a forked process cannot use the device")
         try:
             self.require_memory(spec, key, device)
@@ -771,7 +693,7 @@ class Router:
         if watched is not None:
             trials = [watched(trial) for trial in trials]
         # A function of ours that is timed against another library's calls through here: no call of anybody's.
-        with torch.no_grad(), self._lock, devices.guard(device), self.tallies.paused():
+        with torch.no_grad(), self._lock, driver.guard(device), self.tallies.paused():
             timer = self.timer or make_timer(device, self.config)
             return tune(trials, experiment.default.id, timer, measure, tuning, compile_s=compile_s)
 
@@ -833,17 +755,12 @@ def make_timer(device: torch.device, config: Config) -> Timer:
 
 def require_memory(spec: OpSpec, key: Key, device: torch.device, *, oracle_limit: int, scratch: int) -> None:
     """Raise `TooLittleMemoryError` where a device has less free memory than tuning a key takes, and a fifth."""
-    free = devices.free_bytes(device)
+    free = driver.free_bytes(device)
     if free is None:
         return
     needed = int(MARGIN * tuning_bytes(spec, key, oracle_limit=oracle_limit, scratch=scratch))
     if free < needed:
         raise TooLittleMemoryError(f"{key}: tuning it takes {needed / MIB:,.0f} MiB, {free / MIB:,.0f} MiB are free")
-
-
-def stand_in(default: Candidate, reason: str, *, frozen: bool = True) -> Choice:
-    """The default in place of a decision that there is not."""
-    return Choice(candidate=default, source="default", frozen=frozen, reason=reason, missed=True)
 
 
 def in_backward() -> bool:
@@ -854,15 +771,6 @@ def in_backward() -> bool:
 def in_checkpoint() -> bool:
     """Whether saved tensors go through hooks, as they do while a checkpointed region runs for the first time."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
-def saved_by(record: DecisionRecord | None) -> Interval | None:
-    """What a call saves that follows a decision, against the default that was measured beside it."""
-    if record is None:
-        return None
-    default = next((each for each in record.measurements if each.candidate == record.default_candidate), None)
-    known = None if default is None else default.end_to_end_us
-    return saved_us(known, record.gain, record.gain_low, record.gain_high)
 
 
 def describe(outcome: Outcome) -> str:

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
-from ..spec.declaration import Candidate, Launch, OpSpec, Outputs, Problem, source_revision
+from ..spec.declaration import Candidate, Launch, OpSpec, Problem
 from ..spec.keys import Key
+from ..spec.operands import Outputs
+from ..spec.revision import source_revision
 from ..tuning.experiment import as_tuple
 from ..tuning.inputs import option_value
 

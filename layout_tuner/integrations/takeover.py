@@ -22,14 +22,15 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import ops
-from ..device import driver as devices
+from ..device import interpreter
 from ..device.environment import environment
 from ..dispatch import router
+from ..dispatch.counters import Library, count_library
 from ..dispatch.router import Router
 from ..ops.local_cumsum import output_dtype_name
-from ..spec import declaration
-from ..spec.declaration import Call, Value
+from ..spec import registry
 from ..spec.keys import Key, bucketed
+from ..spec.operands import Call, Value
 from .rivalry import OURS, Rivalry
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,9 @@ def fallthroughs() -> dict[tuple[str, str], int]:
     """Calls left to the library because nothing here serves them, by op and reason."""
     with _lock:
         return dict(_fallthroughs)
+
+
+count_library(Library(served, yielded, fallthroughs))
 
 
 def _after_fork() -> None:
@@ -134,7 +138,7 @@ class Takeover:
     def __init__(self, op: str, make_rivalry: Callable[[Takeover], Rivalry | None]) -> None:
         self.op = op
         self.make_rivalry = make_rivalry
-        self.spec = declaration.lookup(op)
+        self.spec = registry.lookup(op)
         self.ours: Callable[..., Any] = getattr(ops, op)
         self.names = tuple(inspect.signature(self.ours).parameters)
         flags = [option.name for option in self.spec.options if isinstance(option.default, bool)]
@@ -208,7 +212,7 @@ class Takeover:
             call = self.call(named)
             key = self.spec.key(call)
             main = named[self.spec.operands[0].name]
-            devices.require_running(self.op, key.dtype, main.device)
+            interpreter.require_running(self.op, key.dtype, main.device)
         except Exception as error:  # whatever is odd about a call, the library is to answer for it
             return Verdict(False, str(error) or type(error).__name__), True
         try:

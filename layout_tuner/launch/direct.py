@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..device import driver as devices
+from ..device import driver
 
 log = logging.getLogger(__name__)
 
@@ -131,8 +131,8 @@ STYLES = (
 @functools.cache
 def style() -> Style | None:
     """How this process launches directly; None where its Triton is not verified, which is said once."""
-    distribution, version = devices.triton_distribution()
-    target = devices.launch_target()
+    distribution, version = driver.triton_distribution()
+    target = driver.launch_target()
     for known in STYLES:
         if (known.distribution, known.target) == (distribution, target) and version.startswith(f"{known.version}."):
             return known
@@ -144,7 +144,7 @@ def style() -> Style | None:
 @functools.cache
 def say_interpreted() -> None:
     """Say, once, that the interpreter runs the kernels."""
-    log.info("the interpreter of %s %s runs the kernels", *devices.triton_distribution())
+    log.info("the interpreter of %s %s runs the kernels", *driver.triton_distribution())
 
 
 # -- facts of arguments ----------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def direct_launch(
         `launch(grid, *arguments) -> bool`.
     """
     device, each = known
-    scope: dict[str, Any] = {**names, "kernel": kernel, "stream": devices.raw_stream(), "device": device}
+    scope: dict[str, Any] = {**names, "kernel": kernel, "stream": driver.raw_stream(), "device": device}
     scope |= {f"t{i}": fact[0] for i, fact in enumerate(each) if isinstance(fact, tuple)}
     values = list(reordered(kernel, constants).values()) if how.constants else []
     scope |= {f"c{i}": value for i, value in enumerate(values)}

@@ -19,9 +19,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ..dispatch.counters import UNROUTED, Tally
-from ..spec.declaration import OpSpec, Outputs, Value
+from ..spec.declaration import OpSpec
+from ..spec.operands import Outputs, Value
 from ..spec.watched import plain
+from .tally import UNROUTED, Tally
 
 Signature = tuple[object, ...]
 Operands = Sequence["torch.Tensor | None"]

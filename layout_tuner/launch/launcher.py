@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ..device import driver as devices
+from ..device import driver, interpreter
 from ..device.failures import classify, first_line
 from ..errors import REFUSAL, REFUSED
 from . import direct
@@ -133,7 +133,7 @@ class BoundKernel:
 
     def first(self, grid: int, *arguments: Any) -> bool:
         """Find out, at the first launch, how this process launches; it is Triton's turn then."""
-        if devices.interpreted(self.kernel):
+        if interpreter.interpreted(self.kernel):
             direct.say_interpreted()
             self.direct = self.interpreted
             return self.interpreted(grid, *arguments)
@@ -145,7 +145,7 @@ class BoundKernel:
 
     def interpreted(self, grid: int, *arguments: Any) -> bool:
         """Launch in Triton's interpreter, one thread at a time."""
-        with devices.interpreter_lock:
+        with interpreter.interpreter_lock:
             return self.plain(grid, *arguments)
 
     def plain(self, grid: int, *arguments: Any) -> bool:
@@ -183,7 +183,7 @@ class BoundKernel:
             self.direct = variant
             return
         compiled = self.through_triton(grid, arguments)
-        if known not in self.variants and compiled is not None and known[0] == devices.launch_index():
+        if known not in self.variants and compiled is not None and known[0] == driver.launch_index():
             self.keep(known, compiled)
 
     def keep(self, known: direct.Facts, compiled: Any) -> None:

@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from ..device import driver as devices
-from ..dispatch.counters import UNROUTED
+from ..device import driver
 from ..spec import layouts
-from ..spec.declaration import Call, Candidate, Launch, OpSpec, Outputs, Problem
+from ..spec.declaration import Candidate, Launch, OpSpec, Problem
 from ..spec.layouts import Layout
+from ..spec.operands import Call, Outputs
 from ..spec.packing import chunks_of
+from .tally import UNROUTED
 
 Tensors = Sequence["torch.Tensor | None"]
 
@@ -55,7 +56,7 @@ class Prepared:
         by_chunk = [i for i, (o, t) in enumerate(zip(spec.operands, call.tensors)) if t is not None and "NT" in o.dims]
         self.nt_operand = by_chunk[0] if by_chunk else None
         device = present(call.tensors[0]).device
-        self.device = device if devices.several(device) else None
+        self.device = device if driver.several(device) else None
         self.contiguous = tuple(
             i
             for i, (operand, tensor) in enumerate(zip(spec.operands, call.tensors))
@@ -90,7 +91,7 @@ class Prepared:
             chunk_indices = chunks_of(cu_seqlens, chunk_indices, self.BT, present(tensors[0]).shape[1])
         if self.packed and self.nt_operand is not None:
             self.check_chunks(tensors, chunk_indices)
-        if self.device is None or devices.is_current(self.device):
+        if self.device is None or driver.is_current(self.device):
             results = self.launch(*tensors, *scalars, cu_seqlens, chunk_indices)
         else:
             with self.on_device():
@@ -109,7 +110,7 @@ class Prepared:
 
     def on_device(self) -> AbstractContextManager[object]:
         """Makes the operands' device the current one, where that may be another."""
-        return nullcontext() if self.device is None else devices.guard(self.device)
+        return nullcontext() if self.device is None else driver.guard(self.device)
 
     def arrange(self, tensors: Tensors) -> list[torch.Tensor | None]:
         """The operands as the kernel wants them: row-major, and time-axis operands in the plan's layouts."""

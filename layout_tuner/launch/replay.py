@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..device import driver as devices
+from ..device import driver, interpreter
 from . import direct, guards, launcher
 
 Tensors = tuple[Tensor | None, ...]
@@ -327,7 +327,7 @@ class Text:
         self.record = record
         self.scope: dict[str, Any] = {
             "allocate": torch.empty_strided,
-            "current_stream": devices.raw_stream(),
+            "current_stream": driver.raw_stream(),
             "device": device,
             "index": record.index,
             "byte": torch.uint8,
@@ -482,7 +482,7 @@ class Replayed:
 
         Where that fails it is tried again at the fourth, the eighth and so on: kernels may have compiled by then.
         """
-        how = None if devices.interpreting() else direct.style()
+        how = None if interpreter.interpreting() else direct.style()
         if how is None or not how.addresses:
             return None
         pattern = (settings, guards.facts(tensors))

@@ -13,7 +13,7 @@ from .fwd_h import chunk_gated_delta_rule_fwd_h
 from .fwd_o import chunk_fwd_o
 from .gate import gdn_gate_bwd, gdn_gate_chunk_cumsum
 from .gated_delta_rule import compiled as compiled
-from .gated_delta_rule.chain import chunk_gated_delta_rule
+from .gated_delta_rule.op import chunk_gated_delta_rule
 from .intra import chunk_gated_delta_rule_fwd_intra
 from .kkt import chunk_scaled_dot_kkt_fwd
 from .local_cumsum import chunk_local_cumsum

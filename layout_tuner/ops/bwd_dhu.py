@@ -10,8 +10,10 @@ from layout_tuner.kernels import tiling
 from .. import reference
 from ..dispatch import router
 from ..launch import launcher
-from ..spec.declaration import Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
+from ..spec.declaration import Candidate, Launch, OpSpec, Problem
+from ..spec.operands import Operand, Option, Output
 from ..spec.packing import prepare_chunk_offsets
+from ..spec.registry import register
 from .sizes import default_width, require_room
 
 

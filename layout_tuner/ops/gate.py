@@ -11,7 +11,9 @@ from .. import reference
 from ..dispatch import router
 from ..launch import launcher
 from ..spec import layouts
-from ..spec.declaration import Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
+from ..spec.declaration import Candidate, Launch, OpSpec, Problem
+from ..spec.operands import Operand, Option, Output
+from ..spec.registry import register
 from .local_cumsum import output_dtype_name, output_dtype_of, sum_precision, sums_resets
 from .sizes import chunk_counts
 

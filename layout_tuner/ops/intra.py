@@ -12,7 +12,9 @@ from layout_tuner.kernels import tiling
 from .. import reference
 from ..dispatch import router
 from ..launch import launcher
-from ..spec.declaration import Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
+from ..spec.declaration import Candidate, Launch, OpSpec, Problem
+from ..spec.operands import Operand, Option, Output
+from ..spec.registry import register
 from .kkt import bind_kkt
 from .recompute_w_u import bind_w_u
 from .sizes import chunk_counts

@@ -11,17 +11,9 @@ from .. import reference
 from ..dispatch import router
 from ..launch import launcher
 from ..spec import layouts
-from ..spec.declaration import (
-    DTYPES,
-    Candidate,
-    Launch,
-    Operand,
-    OpSpec,
-    Option,
-    Output,
-    Problem,
-    register,
-)
+from ..spec.declaration import Candidate, Launch, OpSpec, Problem
+from ..spec.operands import DTYPES, Operand, Option, Output
+from ..spec.registry import register
 from .sizes import chunk_counts
 
 

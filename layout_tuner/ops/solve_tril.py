@@ -10,7 +10,9 @@ from layout_tuner.kernels import tiling
 from .. import reference
 from ..dispatch import router
 from ..launch import launcher
-from ..spec.declaration import Candidate, Launch, Operand, OpSpec, Option, Output, Problem, register
+from ..spec.declaration import Candidate, Launch, OpSpec, Problem
+from ..spec.operands import Operand, Option, Output
+from ..spec.registry import register
 from .local_cumsum import output_dtype_name, output_dtype_of
 from .sizes import chunk_counts
 

@@ -24,14 +24,15 @@ from torch import Tensor
 from torch._C._dynamo import eval_frame
 from torch._dynamo.comptime import comptime
 
-from ..device import driver as devices
+from ..device import driver, interpreter
 from ..dispatch import router
 from ..errors import PackingError
 from ..launch import launcher
 from ..launch.prepared import present
-from ..spec import declaration, layouts, packing, watched
-from ..spec.declaration import Call, Candidate, Launch, OpSpec, Outputs, Problem, Value
+from ..spec import layouts, packing, registry, watched
+from ..spec.declaration import Candidate, Launch, OpSpec, Problem
 from ..spec.layouts import Layout
+from ..spec.operands import Call, Outputs, Value, dtype_name
 from ..spec.packing import chunks_of, prepare_chunk_indices, stand_in
 
 Tensors = Sequence["Tensor | None"]
@@ -64,7 +65,7 @@ def number(size: Any) -> int:
 def facts(tensor: Tensor) -> Facts:
     """What a decision depends on."""
     shape, strides = tuple(map(number, tensor.shape)), tuple(map(number, tensor.stride()))
-    return shape, strides, declaration.dtype_name(tensor), str(tensor.device)
+    return shape, strides, dtype_name(tensor), str(tensor.device)
 
 
 def _begin(_: Any) -> None:
@@ -94,7 +95,7 @@ def note(tensors: Tensors) -> None:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def fixed(op: str, count: int) -> tuple[tuple[int, ...], ...]:
     """Which dimensions of each of an op's operands have sizes that kernels are compiled for."""
-    operands = declaration.lookup(op).operands[:count]
+    operands = registry.lookup(op).operands[:count]
     return tuple(tuple(i for i, symbol in enumerate(x.dims.split()) if symbol not in FREE) for x in operands)
 
 
@@ -123,7 +124,7 @@ def ticket(op: str, options: tuple[Value, ...], scalars: tuple[bool, ...], tunab
     Raises:
         TypeError, ValueError, UnsupportedProblemError: As the op does.
     """
-    spec = declaration.lookup(op)
+    spec = registry.lookup(op)
     noted = _noted.facts + [None] * (len(spec.operands) + 2 - len(_noted.facts))
     names = [*[operand.name for operand in spec.operands], "cu_seqlens", "chunk_indices"]
     first = next(fact[3] for fact in noted if fact is not None)
@@ -140,7 +141,7 @@ def ticket(op: str, options: tuple[Value, ...], scalars: tuple[bool, ...], tunab
         key, device = spec.key(call), torch.device(first)
         candidate = spec.candidates(key)[0].id
         if device.type != "meta":
-            devices.require_running(op, key.dtype, device)
+            interpreter.require_running(op, key.dtype, device)
             candidate = router.current().choose(spec, key, device, tracing=not tunable).candidate.id
     return json.dumps({**said, "candidate": candidate}, sort_keys=True)
 
@@ -222,12 +223,12 @@ def bound(said: str) -> Bound:
         said: The ticket.
     """
     read = json.loads(said)
-    spec = declaration.lookup(read["op"])
+    spec = registry.lookup(read["op"])
     with watched.apart():
         call, active = call_of(spec, read), router.current()
         device = torch.device(next(fact[3] for fact in read["tensors"] if fact is not None))
         here = torch.device("cpu") if device.type == "meta" else device
-        key, chip = spec.key(call), devices.chip(here)
+        key, chip = spec.key(call), driver.chip(here)
 
         def variant_of(stage: OpSpec, stage_key: Any) -> str | None:
             return active.stored_variant(stage, stage_key, here)
@@ -286,7 +287,7 @@ def operate(
                     f"{what.spec.name}: {operand.name}: wanted NT={chunks.shape[0]} chunks of cu_seqlens, got "
                     f"states for {x.shape[1]}"
                 )
-    with devices.guard(what.device):
+    with driver.guard(what.device):
         made: Outputs = what.launch(*arranged(what, operands), *numbers, cu_seqlens, chunks)
         results: list[Tensor] = []
         for output, x in zip(what.spec.outputs, made):
@@ -470,7 +471,7 @@ OPERATORS: dict[str, Any] = {}
 
 def trace_all() -> None:
     """Make an operator of every op but those that have one of their own, and let compilers and the router find it."""
-    OPERATORS.update({name: operator_of(name) for name in declaration.names() if name != "chunk_gated_delta_rule"})
+    OPERATORS.update({name: operator_of(name) for name in registry.names() if name != "chunk_gated_delta_rule"})
     for function, instead in (
         (router.call, traced),
         (packing.chunks_of, traced_chunks),

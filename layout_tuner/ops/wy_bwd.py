@@ -11,7 +11,9 @@ from .. import reference
 from ..dispatch import router
 from ..launch import launcher
 from ..spec import layouts
-from ..spec.declaration import Candidate, Launch, Operand, OpSpec, Output, Problem, register
+from ..spec.declaration import Candidate, Launch, OpSpec, Problem
+from ..spec.operands import Operand, Output
+from ..spec.registry import register
 from .sizes import chunk_counts
 
 

@@ -7,113 +7,25 @@ none of them knows an op by name.
 from __future__ import annotations
 
 import functools
-import hashlib
-import importlib
-import inspect
 import itertools
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..errors import REFUSAL, REFUSED, ConfigError, UnsupportedProblemError
+from .calls import check_call, common_reasons
 from .keys import Form, Key
 from .layouts import Layout, LayoutPlan, arrival
+from .operands import CHUNK_SIZES, DTYPES, SIZES, Call, Operand, Option, Output, Outputs, dtype_name
+from .revision import source_revision
 
 if TYPE_CHECKING:
     import torch
 
     from ..device.driver import Chip
 
-Value = bool | int | str
-Outputs = tuple["torch.Tensor | None", ...]
+
 Launch = Callable[..., Outputs]
-
-SIZES = ("B", "T", "H", "HV", "K", "V")
-# What shapes are written in: sizes of a key, tokens of a chunk, chunks, sequences.
-SYMBOLS = (*SIZES, "BT", "NT", "N")
-DTYPES = ("float32", "bfloat16", "float16")
-SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "f32": "float32", "f16": "float16"}
-CHUNK_SIZES = (16, 32, 64)
-WIDEST = 256
-
-
-@dataclass(frozen=True, kw_only=True)
-class Operand:
-    """A tensor an op takes.
-
-    Attributes:
-        name: Argument name.
-        dims: Its shape in the symbols `B T H HV K V BT NT N`, or a number.
-        optional: Whether the caller may leave it out.
-        time_axis: Whether it is a `[B, T, HV]` or `[B, T, HV, C]` tensor whose layout is a choice.
-        fill: How synthetic values are drawn, a name in `inputs.FILLS`.
-        dtypes: Accepted dtypes; empty means those of the main tensor.
-        must_match: Whether its dtype has to be the main tensor's.
-        dims_v_first: Its shape where an option that `turns_states` is set, if another.
-        given_with: Options that, all set, bring it, though no caller passes it: the gradient of an output, which
-            autograd hands over later. Forms do not name it.
-    """
-
-    name: str
-    dims: str
-    optional: bool = False
-    time_axis: bool = False
-    fill: str = "normal"
-    dtypes: tuple[str, ...] = DTYPES
-    must_match: bool = True
-    dims_v_first: str = ""
-    given_with: tuple[str, ...] = ()
-
-    def shape_symbols(self, v_first: bool) -> list[str]:
-        """The symbols of its shape; `v_first`: whether an option that `turns_states` is set."""
-        return (self.dims_v_first or self.dims if v_first else self.dims).split()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Output:
-    """A tensor an op returns.
-
-    Attributes:
-        name: As in the formula.
-        dims: Its shape, as an operand's; empty for `d` and the name of an operand, whose gradient and shape it is.
-        time_axis: Whether it is a `[B, T, HV]` or `[B, T, HV, C]` tensor whose layout is a choice.
-        needs: The optional operand without which it is None.
-    """
-
-    name: str
-    dims: str = ""
-    time_axis: bool = False
-    needs: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Option:
-    """An argument that is no tensor and changes which work is done: a flag, a size or the name of a dtype.
-
-    Attributes:
-        name: Argument name.
-        default: Its default; flags at their default are left out of a form.
-        entry: The name under which a form shows it.
-        size: The symbol of shapes that it gives a size to.
-        turns_states: Whether, set, operands have the shapes of their `dims_v_first`.
-        differentiates: Whether it is no argument of the public function and says instead that gradients are wanted:
-            without it, the outputs that are gradients of operands are absent.
-        names_dtype: Whether its text is the name of a dtype, where the public function takes torch's own.
-    """
-
-    name: str
-    default: Value
-    entry: str = ""
-    size: str = ""
-    turns_states: bool = False
-    differentiates: bool = False
-    names_dtype: bool = False
-
-    @property
-    def label(self) -> str:
-        """The name under which a form shows it."""
-        return self.entry or self.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,25 +47,6 @@ class Candidate:
         """The stable text it is stored under: `full/g=T_CONTIG`, or `full` where no layout is a choice."""
         plan = str(self.plan)
         return f"{self.variant}/{plan}" if plan else self.variant
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
-    """The arguments of one call, in the order an op declares them.
-
-    Attributes:
-        tensors: One for each operand, None where left out.
-        options: One for each option.
-        scalars: One for each scalar, None for its default.
-        cu_seqlens: `[N + 1]` sequence starts of a packed batch, else None.
-        chunk_indices: `[NT, 2]` chunks of a packed batch, where the caller has them.
-    """
-
-    tensors: tuple[torch.Tensor | None, ...]
-    options: tuple[Value, ...] = ()
-    scalars: tuple[float | None, ...] = ()
-    cu_seqlens: torch.Tensor | None = None
-    chunk_indices: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -460,223 +353,6 @@ class OpSpec:
         return values
 
 
-_OPS: dict[str, OpSpec] = {}
-
-
-def register(spec: OpSpec) -> OpSpec:
-    """Make an op known; a name is taken once.
-
-    Raises:
-        ValueError: An op of that name is registered already, or its declaration cannot be used; one message says all of
-            that.
-    """
-    if spec.name in _OPS:
-        raise ValueError(f"an op {spec.name!r} is registered already")
-    faults = declaration_faults(spec)
-    if faults:
-        raise ValueError(f"{spec.name}: " + "; ".join(faults))
-    _OPS[spec.name] = spec
-    return spec
-
-
-def declaration_faults(spec: OpSpec) -> list[str]:
-    """What of a declaration nothing could make a key, arguments or addresses of."""
-    shapes = {operand.name: operand.dims for operand in spec.operands}
-    tensors: list[Operand | Output] = [*spec.operands, *spec.outputs]
-    faults = []
-    for tensor in tensors:
-        dims = tensor.dims or shapes.get(tensor.name.removeprefix("d"), "")
-        symbols = dims.split()
-        unknown = [symbol for symbol in symbols if symbol not in SYMBOLS and not symbol.isdigit()]
-        if not symbols:
-            faults.append(f"{tensor.name}: wanted dims, or to be named d and an operand")
-        if unknown:
-            faults.append(f"{tensor.name}: dims {dims!r}: no such size {', '.join(unknown)} (of {' '.join(SYMBOLS)})")
-        if tensor.time_axis and (symbols[:3] != ["B", "T", "HV"] or len(symbols) > 4):
-            faults.append(f"{tensor.name}: a time axis is 'B T HV' and at most one size of channels, got {dims!r}")
-    named = [name for group in spec.layout_groups for name in group]
-    time_axes = [tensor.name for tensor in tensors if tensor.time_axis]
-    faults += [f"{name}: in layout_groups, but no time-axis tensor" for name in named if name not in time_axes]
-    faults += [f"{name}: a time-axis tensor in no layout group" for name in time_axes if name not in named]
-    return faults
-
-
-def lookup(name: str) -> OpSpec:
-    """The op of that name.
-
-    Raises:
-        ConfigError: No such op; the message lists those there are.
-    """
-    try:
-        return _OPS[name]
-    except KeyError:
-        raise ConfigError(f"no op {name!r} (there are {', '.join(sorted(_OPS))})") from None
-
-
-def names() -> tuple[str, ...]:
-    """The registered ops, sorted."""
-    return tuple(sorted(_OPS))
-
-
-def dtype_name(tensor: torch.Tensor | None) -> str:
-    """A tensor's dtype as forms and keys write it: `bfloat16`."""
-    return str(tensor.dtype).removeprefix("torch.") if tensor is not None else ""
-
-
-@functools.cache
-def source_revision(modules: tuple[str, ...]) -> str:
-    """Twelve hex digits over the text of kernel modules and the shared address helpers."""
-    digest = hashlib.sha256()
-    for name in (*modules, "time_axis"):
-        module = importlib.import_module(f"layout_tuner.kernels.{name}")
-        digest.update(inspect.getsource(module).encode())
-    return digest.hexdigest()[:12]
-
-
-# -- checking a call -------------------------------------------------------------------------------------------
-
-
-def check_call(spec: OpSpec, call: Call) -> dict[str, int]:
-    """Check every operand of a call against the op's declaration.
-
-    Returns:
-        The sizes by symbol.
-
-    Raises:
-        TypeError: An operand that is no tensor, an option or a scalar of another type.
-        ValueError: Every other mistake. Either message names all that can be told, each with op, argument, wanted and
-            got.
-    """
-    import torch
-
-    faults: list[str] = []
-    sizes: dict[str, int] = {}
-    origin: dict[str, str] = {}
-    v_first = False
-    for option, value in zip(spec.options, call.options):
-        if option.size and isinstance(value, int):
-            sizes[option.size] = value
-            origin[option.size] = option.name
-        v_first |= option.turns_states and value is True
-    main, others = call.tensors[0], [*call.tensors[1:], call.cu_seqlens, call.chunk_indices]
-    wrong_types = type_faults(spec, call)
-    if main is None or any(tensor is not None and not isinstance(tensor, torch.Tensor) for tensor in (main, *others)):
-        missing = [
-            f"{operand.name}: wanted [{operand.dims.replace(' ', ', ')}], got None"
-            for operand, tensor in zip(spec.operands, call.tensors)
-            if tensor is None and (not operand.optional or operand is spec.operands[0])
-        ]
-        kind = TypeError if wrong_types else ValueError
-        raise kind(f"{spec.name}: " + "; ".join([*wrong_types, *missing]))
-    for operand, tensor in zip(spec.operands, call.tensors):
-        if tensor is None:
-            if not operand.optional:
-                faults.append(f"{operand.name}: wanted [{operand.dims.replace(' ', ', ')}], got None")
-            continue
-        dims = operand.shape_symbols(v_first)
-        if len(dims) != tensor.dim():
-            faults.append(f"{operand.name}: wanted [{', '.join(dims)}], got {list(tensor.shape)}")
-            continue
-        for symbol, size in zip(dims, tensor.shape):
-            if symbol.isdigit():
-                if int(symbol) != size:
-                    faults.append(f"{operand.name}: wanted {symbol} in [{', '.join(dims)}], got {list(tensor.shape)}")
-            elif sizes.setdefault(symbol, size) != size:
-                faults.append(
-                    f"{operand.name}: wanted {symbol}={sizes[symbol]} as in {origin[symbol]}, "
-                    f"got {list(tensor.shape)} for [{', '.join(dims)}]"
-                )
-            origin.setdefault(symbol, operand.name)
-        if tensor.device != main.device:
-            faults.append(
-                f"{operand.name}: wanted device {main.device} as {spec.operands[0].name}, got {tensor.device}"
-            )
-        if operand.must_match and not operand.time_axis and tensor.dtype != main.dtype:
-            faults.append(
-                f"{operand.name}: wanted {dtype_name(main)} as {spec.operands[0].name}, got {dtype_name(tensor)}"
-            )
-        elif dtype_name(tensor) not in operand.dtypes:
-            faults.append(f"{operand.name}: wanted one of {', '.join(operand.dtypes)}, got {dtype_name(tensor)}")
-    if "HV" in sizes and sizes.get("H") and sizes["HV"] % sizes["H"]:
-        faults.append(f"HV: wanted a multiple of H={sizes['H']}, got {sizes['HV']}")
-    faults += [f"{name}: wanted at least 1, got 0" for name in SIZES if sizes.get(name, 1) == 0]
-    faults += check_counts(call, sizes, origin)
-    faults += check_packing(call, sizes, main)
-    if wrong_types or faults:
-        kind = TypeError if wrong_types else ValueError
-        raise kind(f"{spec.name}: " + "; ".join([*wrong_types, *faults]))
-    return sizes
-
-
-def type_faults(spec: OpSpec, call: Call) -> list[str]:
-    """Which arguments of a call are of a wrong type."""
-    import torch
-
-    tensors = [(operand.name, tensor) for operand, tensor in zip(spec.operands, call.tensors)]
-    tensors += [("cu_seqlens", call.cu_seqlens), ("chunk_indices", call.chunk_indices)]
-    faults = [
-        f"{name}: wanted a tensor, got {type(tensor).__name__}"
-        for name, tensor in tensors
-        if tensor is not None and not isinstance(tensor, torch.Tensor)
-    ]
-    for option, value in zip(spec.options, call.options):
-        kind = type(option.default)
-        if type(value) is not kind:  # True is an int, and an int of numpy's is none
-            faults.append(f"{option.name}: wanted {kind.__name__}, got {type(value).__name__}")
-    return faults + number_faults(spec, call.scalars)
-
-
-def number_faults(spec: OpSpec, scalars: Sequence[object]) -> list[str]:
-    """Which scalars of a call are no numbers; a tensor would have to be waited for."""
-    return [
-        f"{name}: wanted a number or None, got {type(number).__name__}"
-        for name, number in zip(spec.scalars, scalars)
-        if number is not None and (isinstance(number, bool) or not isinstance(number, numbers.Real))
-    ]
-
-
-def check_counts(call: Call, sizes: Mapping[str, int], origin: Mapping[str, str]) -> list[str]:
-    """Whether states come one for each sequence, or one for each chunk.
-
-    The chunks of a packed batch are counted by whoever launches: their number is in the values of `cu_seqlens`.
-    """
-    wanted: dict[str, int] = {}
-    if call.cu_seqlens is not None:
-        if call.cu_seqlens.dim() != 1:
-            return []  # said with its shape
-        wanted["N"] = call.cu_seqlens.shape[0] - 1
-    elif "B" in sizes:
-        wanted["N"] = sizes["B"]
-        if sizes.get("BT"):
-            wanted["NT"] = -(-sizes["T"] // sizes["BT"])
-    return [
-        f"{origin[symbol]}: wanted {symbol}={count}, got {sizes[symbol]}"
-        for symbol, count in wanted.items()
-        if sizes.get(symbol, count) != count
-    ]
-
-
-def check_packing(call: Call, sizes: Mapping[str, int], main: torch.Tensor) -> list[str]:
-    """What is wrong with the description of a packed batch, values aside (reading them would stop the device)."""
-    faults = []
-    for name, tensor, dims in (("cu_seqlens", call.cu_seqlens, 1), ("chunk_indices", call.chunk_indices, 2)):
-        if tensor is None:
-            continue
-        if dtype_name(tensor) not in ("int32", "int64"):
-            faults.append(f"{name}: wanted int32 or int64, got {dtype_name(tensor)}")
-        if tensor.dim() != dims or (dims == 1 and tensor.shape[0] < 2) or (dims == 2 and tensor.shape[1] != 2):
-            faults.append(f"{name}: wanted {'[N + 1]' if dims == 1 else '[NT, 2]'}, got {list(tensor.shape)}")
-        if tensor.device != main.device:
-            faults.append(f"{name}: wanted device {main.device}, got {tensor.device}")
-        if not tensor.is_contiguous():
-            faults.append(f"{name}: wanted a contiguous tensor, got strides {tensor.stride()}")
-    if call.chunk_indices is not None and call.cu_seqlens is None:
-        faults.append("chunk_indices: wanted cu_seqlens with it")
-    if call.cu_seqlens is not None and sizes.get("B", 1) != 1:
-        faults.append(f"cu_seqlens: wanted B=1 for a packed batch, got B={sizes['B']}")
-    return faults
-
-
 @functools.lru_cache(maxsize=4096)
 def candidates_of(spec: OpSpec, key: Key, revision: str) -> tuple[Candidate, ...]:
     """Every candidate of an op for a key, with the revision of the op's sources."""
@@ -685,16 +361,3 @@ def candidates_of(spec: OpSpec, key: Key, revision: str) -> tuple[Candidate, ...
         for variant in spec.variants
         for plan in spec.plans(key)
     )
-
-
-def common_reasons(spec: OpSpec, key: Key) -> list[str]:
-    """Why no kernel serves a key, for the reasons that all ops share."""
-    form = key.form
-    reasons = [
-        f"{name}={getattr(key, name)}, but the kernels take at most {WIDEST}"
-        for name in ("K", "V")
-        if getattr(key, name) > WIDEST
-    ]
-    if "BT" in form and form.integer("BT") not in CHUNK_SIZES:
-        reasons.append(f"chunk_size={form.integer('BT')}, but the kernels take {', '.join(map(str, CHUNK_SIZES))}")
-    return reasons

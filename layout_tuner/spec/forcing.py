@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import ConfigError
-from . import declaration
+from . import registry
 from .declaration import Candidate, OpSpec
 from .keys import Key
 from .layouts import Layout
@@ -69,14 +69,14 @@ def parse(text: str) -> dict[str, Forced]:
         op, candidate = op.strip(), candidate.strip()
         if not equals or not candidate:
             faults.append(f"{part!r}: wanted op=candidate")
-        elif op not in declaration.names():
-            faults.append(f"{part!r}: no op {op!r} (there are {', '.join(declaration.names())})")
+        elif op not in registry.names():
+            faults.append(f"{part!r}: no op {op!r} (there are {', '.join(registry.names())})")
         elif op in forced:
             faults.append(f"{part!r}: {op} stands twice")
         elif twice := repeated(candidate):
             faults.append(f"{part!r}: {', '.join(twice)} stands twice")
         else:
-            known = candidates_of(declaration.lookup(op))
+            known = candidates_of(registry.lookup(op))
             found = parse_candidate(candidate)
             if found is None or not any(found.of([each], each) is each and named(found, each) for each in known):
                 ids = ", ".join(dict.fromkeys(each.id for each in known))

@@ -13,9 +13,10 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, Validatio
 
 from ..errors import REFUSAL, REFUSED, ConfigError, UnsupportedProblemError
 from ..files import read_file
-from . import declaration
-from .declaration import DTYPES, SHORT_DTYPES, OpSpec
+from . import registry
+from .declaration import OpSpec
 from .keys import Form, Key, bucketed
+from .operands import DTYPES, SHORT_DTYPES
 
 Size = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)]
 # One complaint about a bad value, not one as a number and one as a list.
@@ -55,8 +56,8 @@ class Shape(BaseModel):
     @field_validator("op")
     @classmethod
     def _known_op(cls, op: str | None) -> str | None:
-        if op is not None and op not in declaration.names():
-            raise ValueError(f"no such op (there are {', '.join(declaration.names())})")
+        if op is not None and op not in registry.names():
+            raise ValueError(f"no such op (there are {', '.join(registry.names())})")
         return op
 
     @field_validator("dtype")
@@ -172,7 +173,7 @@ def form_complaint(spec: OpSpec, form: str) -> str:
 
 def specs(shape: Shape) -> list[OpSpec]:
     """The ops that an entry is for."""
-    return [declaration.lookup(name) for name in ([shape.op] if shape.op else declaration.names())]
+    return [registry.lookup(name) for name in ([shape.op] if shape.op else registry.names())]
 
 
 def keys(shapes: Sequence[Shape], bucket: str) -> tuple[list[tuple[OpSpec, Key]], list[str]]:

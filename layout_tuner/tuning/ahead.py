@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..device import driver as devices
+from ..device import driver
 from ..launch import launcher
 from ..launch.direct import Constant
 from ..launch.prepared import Prepared
@@ -90,7 +90,7 @@ def begin(parent: int) -> None:
 def compile_unit(unit: Unit, device: str) -> None:
     """Compile a kernel for a device, by its name."""
     kernel = getattr(importlib.import_module(unit.module), unit.name)
-    with devices.guard(devices.named(device)):
+    with driver.guard(driver.named(device)):
         kernel.warmup(*unit.arguments, grid=(1,), **dict(unit.constants))
 
 

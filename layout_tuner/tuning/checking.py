@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..spec.declaration import Call, Candidate, OpSpec, Output, Outputs, dtype_name
+from ..spec.declaration import Candidate, OpSpec
 from ..spec.keys import Key
+from ..spec.operands import Call, Output, Outputs, dtype_name
 from . import memory, numerics
 from .tuner import Check
 

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..device import driver as devices
+from ..device import driver, interpreter
 from ..launch.prepared import Prepared, copies
-from ..spec.declaration import Call, Candidate, OpSpec, Outputs, Problem
+from ..spec.declaration import Candidate, OpSpec, Problem
 from ..spec.keys import Key
+from ..spec.operands import Call, Outputs
 from .checking import Checker
 from .checking import as_tuple as as_tuple
 from .inputs import synthesize
@@ -58,11 +59,11 @@ class Experiment:
         problem: Problem | None = None,
         oracle_limit: int | None = None,
     ) -> None:
-        devices.require_running(spec.name, key.dtype, device)
+        interpreter.require_running(spec.name, key.dtype, device)
         self.spec = spec
         self._call = call
         self.device = device
-        self.problem = problem or Problem(key=key, chip=devices.chip(device))
+        self.problem = problem or Problem(key=key, chip=driver.chip(device))
         self.key = key
         self.oracle_limit = sys.maxsize if oracle_limit is None else oracle_limit
         self.default = spec.default(key, self.problem.chip)
@@ -105,7 +106,7 @@ class Experiment:
 
     def prepare(self, candidate: Candidate) -> Runs:
         """Make a candidate ready; its kernels compile at their first run, here or in the check."""
-        with torch.no_grad(), devices.guard(self.device):
+        with torch.no_grad(), driver.guard(self.device):
             return self.prepared(candidate)
 
     def prepared(self, candidate: Candidate) -> Runs:
@@ -129,7 +130,7 @@ class Experiment:
     def check(self, prepared: Prepared) -> Check:
         """Run into poisoned memory and compare every output with the oracle, then bits with other candidates."""
         candidate = prepared.candidate
-        with torch.no_grad(), devices.guard(self.device):
+        with torch.no_grad(), driver.guard(self.device):
             return self.checker.compare(candidate, self.run_poisoned(prepared), default=candidate == self.default)
 
     def run_poisoned(self, prepared: Prepared) -> Outputs:
@@ -137,7 +138,7 @@ class Experiment:
         call = self.call
         with PoisonedAllocations():
             results = prepared(call.tensors, call.scalars, call.cu_seqlens, call.chunk_indices)
-        devices.synchronize(self.device)
+        driver.synchronize(self.device)
         return results
 
     def compare(self, got: Outputs) -> Check:

@@ -12,9 +12,10 @@ from collections.abc import Callable
 
 import torch
 
-from ..spec.declaration import Call, Operand, OpSpec, Value
+from ..spec.declaration import OpSpec
 from ..spec.keys import Form, Key
 from ..spec.layouts import Layout, relayout
+from ..spec.operands import Call, Operand, Value
 
 LN2 = 0.6931471805599453
 

@@ -29,7 +29,7 @@ from typing import Literal
 import torch
 
 from ..config import Config
-from ..device import driver as devices
+from ..device import driver, interpreter
 from ..device.environment import environment
 from ..device.failures import Failure
 from ..errors import DeviceLostError, TuningError, UnsupportedProblemError
@@ -123,7 +123,7 @@ def tune_isolated(
             key=key,
             device=str(device),
             environment=environment(device).id,
-            identity=devices.identity(device),
+            identity=driver.identity(device),
             config=config,
             known=dict(known),
             budget_s=budget_s,
@@ -204,7 +204,7 @@ def start(channel: Connection, doing: int, said: int) -> subprocess.Popen[bytes]
     """A child with this process's modules, variables, working directory and compilers' caches."""
     if not sys.executable:
         raise OSError("this program does not say which Python runs it")
-    variables = {"TRITON_INTERPRET": "1" if devices.interpreting() else "0"}
+    variables = {"TRITON_INTERPRET": "1" if interpreter.interpreting() else "0"}
     path = [entry for entry in sys.path if isinstance(entry, str)]
     numbers = [str(number) for number in (channel.fileno(), doing, os.getpid())]
     return subprocess.Popen(

@@ -13,8 +13,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..spec.declaration import OpSpec, Output
+from ..spec.declaration import OpSpec
 from ..spec.keys import Key
+from ..spec.operands import Output
 from .inputs import given
 from .numerics import PIECE
 

@@ -19,7 +19,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from ..device import driver as devices
+from ..device import driver
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class HostTimer:
 
 def scratch_bytes(device: torch.device) -> int:
     """Memory of an `EventTimer`: what empties the second-level cache for certain."""
-    return 2 * devices.cache_bytes(device)
+    return 2 * driver.cache_bytes(device)
 
 
 class EventTimer:
@@ -121,14 +121,14 @@ class EventTimer:
         """Device time of one fill, and the host's time to queue it."""
         self.scratch.zero_()
         queueing = []
-        start, end = devices.event(self.device), devices.event(self.device)
+        start, end = driver.event(self.device), driver.event(self.device)
         start.record()
         for _ in range(8):
             begun = time.perf_counter()
             self.scratch.zero_()
             queueing.append((time.perf_counter() - begun) * 1e6)
         end.record()
-        devices.synchronize(self.device)
+        driver.synchronize(self.device)
         return start.elapsed_time(end) * 1e3 / len(queueing), min(queueing)
 
     def _holds(self, run: Run) -> int:
@@ -136,12 +136,12 @@ class EventTimer:
         start = time.perf_counter()
         run()
         queueing_us = (time.perf_counter() - start) * 1e6
-        done = devices.event(self.device)
+        done = driver.event(self.device)
         done.record()
         self._wait(done, done)
         return 1 if self.most_holds == 1 else min(self.most_holds, 1 + math.ceil(2.5 * queueing_us / self.gain_us))
 
-    def _wait(self, start: devices.Event, end: devices.Event) -> None:
+    def _wait(self, start: driver.Event, end: driver.Event) -> None:
         """Ask for the events until they have come: a wait for them could not be given up.
 
         The error of a queue that stopped is told to whoever queues something next, and events say nothing of it: what
@@ -155,7 +155,7 @@ class EventTimer:
             if now > give_up:
                 raise TimeoutError("its work on the device does not end")
             if now > ask_at:
-                devices.event(self.device).record()
+                driver.event(self.device).record()
                 ask_at = now + ASK_S
             time.sleep(pause_s)
             pause_s = min(pause_s + 1e-6, 1e-3)
@@ -175,7 +175,7 @@ class EventTimer:
             self.scratch.zero_()
         if self.l2 == "warm":
             run()
-        start, end = devices.event(self.device), devices.event(self.device)
+        start, end = driver.event(self.device), driver.event(self.device)
         start.record()
         run()
         end.record()
@@ -187,13 +187,13 @@ class EventTimer:
         """Whether the device does all that it was given, and what it is given now, within so many seconds."""
         give_up = time.monotonic() + seconds
         try:
-            done = devices.event(self.device)
+            done = driver.event(self.device)
             done.record()
             while not done.query():
                 if time.monotonic() > give_up:
                     return False
                 time.sleep(1e-3)
-            return devices.answers(self.device)
+            return driver.answers(self.device)
         except RuntimeError as error:
             log.warning("%s does not answer: %s", self.device, error)
             return False

@@ -16,8 +16,9 @@ from layout_tuner.ascend import candidates
 from layout_tuner.ascend.compile import toolchain as toolchain_module
 from layout_tuner.ascend.compile.toolchain import Toolchain
 from layout_tuner.ascend.targets import TARGETS
-from layout_tuner.spec.declaration import Call, OpSpec
+from layout_tuner.spec.declaration import OpSpec
 from layout_tuner.spec.keys import Key
+from layout_tuner.spec.operands import Call
 
 pytestmark = pytest.mark.ascend
 

@@ -15,16 +15,16 @@ from layout_tuner.ascend.candidates import Case, cases_of, chip_of, compile_cand
 from layout_tuner.ascend.compile.compiler import Compiler
 from layout_tuner.ascend.native.execution import NativeRunner
 from layout_tuner.ascend.targets import target_named
-from layout_tuner.spec import declaration
-from layout_tuner.spec.declaration import dtype_name
+from layout_tuner.spec import registry
 from layout_tuner.spec.keys import Form, Key
+from layout_tuner.spec.operands import dtype_name
 from layout_tuner.tuning import numerics
 from layout_tuner.tuning.experiment import Experiment
 
 pytestmark = pytest.mark.ascend
 
 assert ops, "importing the ops registers them"
-OPS = declaration.names()
+OPS = registry.names()
 PAIRS = (("K", "dtype"), ("K", "packed"), ("dtype", "packed"))
 
 
@@ -34,13 +34,13 @@ def parts(*targets: str) -> list[object]:
         pytest.param(part, id=str(part), marks=() if part.sampled else pytest.mark.nightly)
         for target in targets
         for op in OPS
-        for part in matrix.parts(declaration.lookup(op), target)
+        for part in matrix.parts(registry.lookup(op), target)
     ]
 
 
 @pytest.mark.parametrize("part", parts(matrix.TARGET, *matrix.OTHER_TARGETS))
 def test_every_candidate_compiles_within_its_means(part: matrix.Part, compiler_for: Callable[[str], Compiler]) -> None:
-    cases = matrix.cases(declaration.lookup(part.op), part)
+    cases = matrix.cases(registry.lookup(part.op), part)
     rows = matrix.rows(cases, compile_candidates(cases, compiler_for(part.target)))
     wrong = [f"{row.report.candidate} {row.case.key.form}: {text}" for row in rows for text in row.complaints]
     assert not wrong, "\n".join([f"{len(wrong)} complaints:", *wrong])
@@ -49,15 +49,15 @@ def test_every_candidate_compiles_within_its_means(part: matrix.Part, compiler_f
 def only_in_a_chain(op: str) -> list[Form]:
     """Forms that no call of a stage has, but a chain gives it."""
     stages = ("chunk_local_cumsum", "gdn_gate_chunk_cumsum", "gdn_gate_bwd")
-    return [declaration.lookup(op).standard_forms["training"].changed(resets="1")] if op in stages else []
+    return [registry.lookup(op).standard_forms["training"].changed(resets="1")] if op in stages else []
 
 
 OTHER_FORMS = [
     pytest.param(op, form, id=f"{op}-{form}")
     for op in OPS
     if op != matrix.CHAIN
-    for form in (*declaration.lookup(op).every_form, *only_in_a_chain(op))
-    if form not in declaration.lookup(op).standard_forms.values()
+    for form in (*registry.lookup(op).every_form, *only_in_a_chain(op))
+    if form not in registry.lookup(op).standard_forms.values()
 ]
 
 
@@ -65,7 +65,7 @@ OTHER_FORMS = [
 @pytest.mark.parametrize(("op", "form"), OTHER_FORMS)
 def test_other_forms_compile_too(op: str, form: Form, every: bool, compiler: Compiler) -> None:
     """Without a gate, with another chunk size, with states: the default candidate of what is no standard form."""
-    spec, chip = declaration.lookup(op), chip_of(target_named(matrix.TARGET))
+    spec, chip = registry.lookup(op), chip_of(target_named(matrix.TARGET))
     keys = [matrix.key(spec, 64, 64, "bfloat16", packed, form) for packed in ((False, True) if every else (False,))]
     cases = [
         case
@@ -82,14 +82,14 @@ def test_other_forms_compile_too(op: str, form: Form, every: bool, compiler: Com
 
 def test_the_sample_pairs_everything() -> None:
     for op in OPS:
-        every = [part for part in matrix.parts(declaration.lookup(op)) if part.K]
+        every = [part for part in matrix.parts(registry.lookup(op)) if part.K]
         sampled = [part for part in every if part.sampled]
         pairs = (("dtype", "packed"), ("K",)) if op == matrix.CHAIN else PAIRS
         for pair in pairs:
             meetings = [{tuple(getattr(part, name) for name in pair) for part in listed} for listed in (every, sampled)]
             assert meetings[0] == meetings[1], (op, pair)
     for target in matrix.OTHER_TARGETS:
-        sampled_ops = {part.op for op in OPS for part in matrix.parts(declaration.lookup(op), target) if part.sampled}
+        sampled_ops = {part.op for op in OPS for part in matrix.parts(registry.lookup(op), target) if part.sampled}
         assert sampled_ops == set(OPS) - {matrix.CHAIN}
 
 
@@ -98,7 +98,7 @@ def execution_cases(op: str) -> list[object]:
 
     A kernel is not specialised on T, so the long sequences cost a run and no build.
     """
-    spec = declaration.lookup(op)
+    spec = registry.lookup(op)
     first, *others = spec.every_form
     sampled = [
         matrix.key(spec, 64, 64, "bfloat16", False, first, T=2048),
@@ -129,7 +129,7 @@ def execution_cases(op: str) -> list[object]:
 
 @pytest.mark.parametrize(("key", "cases"), [each for op in OPS for each in execution_cases(op)])
 def test_every_candidate_computes_what_the_oracle_does(key: Key, cases: list[Case], runner: NativeRunner) -> None:
-    spec = declaration.lookup(key.op)
+    spec = registry.lookup(key.op)
     experiment = Experiment(spec, key, torch.device("cpu"))
     by_variant: dict[str, tuple[torch.Tensor | None, ...]] = {}
     for case in cases:

@@ -22,7 +22,7 @@ from layout_tuner.ascend.lowering import Launch, Pointer, parameters
 from layout_tuner.ascend.targets import TARGETS, target_named
 from layout_tuner.config import Config
 from layout_tuner.errors import ConfigError
-from layout_tuner.spec import declaration
+from layout_tuner.spec import registry
 from layout_tuner.spec.shapes import keys, parse_shapes
 from layout_tuner.tuning.inputs import synthesize
 
@@ -77,7 +77,7 @@ def test_interpreted_kernels_have_parameters_too(sample: ModuleType) -> None:
 def test_operands_without_values_launch_the_same(packed: bool) -> None:
     row = {"B": 1 if packed else 2, "T": 200, "H": 1, "HV": 2, "K": 64, "V": 64, "dtype": "bf16", "varlen": packed}
     wanted, _ = keys(parse_shapes([row], "test"), Config().keys.bucket)
-    assert {spec.name for spec, _ in wanted} == set(declaration.names())
+    assert {spec.name for spec, _ in wanted} == set(registry.names())
     for spec, key in wanted:
         call = synthesize(spec, key, "cpu")
         for case in cases_of(spec, key):

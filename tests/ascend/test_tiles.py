@@ -16,7 +16,7 @@ from layout_tuner.ascend.compile.compiler import Compiler
 from layout_tuner.ascend.targets import target_named
 from layout_tuner.errors import UnsupportedProblemError
 from layout_tuner.launch.prepared import Prepared
-from layout_tuner.spec import declaration
+from layout_tuner.spec import registry
 from layout_tuner.spec.declaration import Problem
 from layout_tuner.spec.layouts import Layout
 from layout_tuner.tuning.inputs import synthesize
@@ -41,7 +41,7 @@ PREDICTED = (
 
 
 def predictable(op: str, K: int, V: int, dtype: str) -> list[Case]:
-    spec = declaration.lookup(op)
+    spec = registry.lookup(op)
     key = matrix.key(spec, K, V, dtype, False, spec.every_form[0])
     return [case for case in cases_of(spec, key) if matrix.contiguous(case)]
 
@@ -74,7 +74,7 @@ SIZES = (16, 32, 64, 128, 256)
 
 def reachable(op: str) -> list[Case]:
     """A case for every combination of tiles that any K and V get, at the largest chunk, in the costliest layout."""
-    spec = declaration.lookup(op)
+    spec = registry.lookup(op)
     found: dict[tuple[object, ...], Case] = {}
     for dtype, K, V in itertools.product(matrix.DTYPES, SIZES, SIZES):
         key = matrix.key(spec, K, V, dtype, False, spec.every_form[0])
@@ -88,7 +88,7 @@ def reachable(op: str) -> list[Case]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("op", [name for name in declaration.names() if name != matrix.CHAIN])
+@pytest.mark.parametrize("op", [name for name in registry.names() if name != matrix.CHAIN])
 def test_no_width_overflows(op: str, compiler: Compiler) -> None:
     """Of a kernel's memory, K and V decide nothing but the tiles; so these are all that there can be."""
     cases = reachable(op)

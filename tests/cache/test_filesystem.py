@@ -203,7 +203,7 @@ import layout_tuner.cache.hosts as hosts
 hosts._IDENTITIES = host_id = (Path(sys.argv[2]),)
 name = hosts.host_id("node.cluster", host_id)
 hosts.this_host.cache_clear()
-for module in ("folder", "memory", "sql", "layers", "share"):
+for module in ("places.folder", "memory", "sqlite.sql", "layers", "sharing.share"):
     __import__(f"layout_tuner.cache.{module}")
     setattr(sys.modules[f"layout_tuner.cache.{module}"], "this_host", lambda: name)
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")

@@ -13,8 +13,7 @@ from layout_tuner.kernels import dv_local as kernels
 
 import layout_tuner
 from layout_tuner.config import Config
-from layout_tuner.device import driver as devices
-from layout_tuner.device import environment
+from layout_tuner.device import driver, environment
 from layout_tuner.dispatch import router
 from layout_tuner.dispatch.router import Router
 from layout_tuner.errors import DeviceLostError
@@ -52,7 +51,7 @@ def _fresh(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def forget() -> None:
     layout_tuner.disable()
     router.current().prepared.clear()
-    devices.chip.cache_clear()
+    driver.chip.cache_clear()
     environment.environment.cache_clear()
 
 
@@ -238,9 +237,9 @@ def test_a_call_computes_in_recycled_memory(sim, config):
 def test_an_older_torch_npu_says_neither_cores_nor_cache(sim):
     sim.set_properties(cube_core_num=24, vector_core_num=48)
     sim.hide_properties("cube_core_num", "vector_core_num", "L2_cache_size")
-    chip = devices.chip(npu())
+    chip = driver.chip(npu())
     assert (chip.cube_programs, chip.vector_programs) == (24, 48)
-    assert devices.cache_bytes(npu()) == 192 << 20, "less would leave the cache half full between samples"
+    assert driver.cache_bytes(npu()) == 192 << 20, "less would leave the cache half full between samples"
 
 
 def test_versions_that_nobody_can_say_leave_an_environment(sim):

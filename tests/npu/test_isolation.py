@@ -19,9 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import layout_tuner
 from layout_tuner.config import Config
-from layout_tuner.device import driver as devices
-from layout_tuner.device import environment
-from layout_tuner.dispatch import router
+from layout_tuner.device import driver, environment
+from layout_tuner.dispatch import choices, router
 from layout_tuner.dispatch.router import Router
 from layout_tuner.errors import DeviceLostError, TuningError
 from layout_tuner.tuning import isolation
@@ -47,7 +46,7 @@ def _fresh(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def forget() -> None:
     layout_tuner.disable()
     router.current().prepared.clear()
-    devices.chip.cache_clear()
+    driver.chip.cache_clear()
     environment.environment.cache_clear()
 
 
@@ -165,7 +164,7 @@ def test_no_child_no_tuning(sim, config, monkeypatch, caplog):
 
 def test_a_child_that_sees_another_device_measures_nothing(config, monkeypatch):
     """As where the variables that choose devices changed after this process had used its own."""
-    monkeypatch.setattr(devices, "identity", lambda device: "GPU-1")
+    monkeypatch.setattr(driver, "identity", lambda device: "GPU-1")
     made = Router(config)
     with pytest.raises(TuningError, match="another process sees Ascend910B3"):
         made.tune(SPEC, key(), npu())
@@ -252,7 +251,7 @@ def test_what_a_checkpoint_repeats_takes_what_it_took(sim, config, monkeypatch):
     """The outcome comes between a region's first run and its repetition; the next step follows it."""
     winner = next(each for each in SPEC.candidates(key()) if each.id == LAST)
     made = Router(config)
-    monkeypatch.setattr(made, "found", lambda *_: (None, router.Choice(candidate=winner, source="measured")))
+    monkeypatch.setattr(made, "found", lambda *_: (None, choices.Choice(candidate=winner, source="measured")))
     given = arguments(npu())
     scale = torch.ones((), device="npu", requires_grad=True)
 

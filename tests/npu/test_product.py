@@ -15,19 +15,18 @@ from compilers import compiler_error
 import layout_tuner
 from layout_tuner import ops, reference
 from layout_tuner.config import Config, Measure
-from layout_tuner.device import driver as devices
-from layout_tuner.device import environment
+from layout_tuner.device import driver, environment
 from layout_tuner.dispatch import router
 from layout_tuner.dispatch.router import Router
 from layout_tuner.errors import ConfigError
-from layout_tuner.spec import declaration, layouts
+from layout_tuner.spec import keys, layouts, operands, registry
 from layout_tuner.spec.layouts import Layout
 from layout_tuner.tuning import numerics
 from layout_tuner.tuning.timing import EventTimer
 
 B, T, H, HV, K, V, BT = 1, 21, 1, 2, 16, 16, 16
 CONFIG = Config(tuning={"isolate": "none"}, measure=Measure(warmup_rounds=1, min_rounds=10, max_rounds=10))
-SPEC = declaration.lookup("chunk_bwd_dv_local")
+SPEC = registry.lookup("chunk_bwd_dv_local")
 UB_OVERFLOW = 'loc("k.py":11:4): error: ub overflow, requires 1835008 bits while 1572864 bits available!'
 CANDIDATES = ("full/g=STRIDE_HV", "full/g=T_CONTIG", "sub/g=STRIDE_HV", "sub/g=T_CONTIG")
 
@@ -55,7 +54,7 @@ def forget() -> None:
     """Lets the process ask the device anew."""
     layout_tuner.disable()
     router.current().prepared.clear()
-    devices.chip.cache_clear()
+    driver.chip.cache_clear()
     environment.environment.cache_clear()
 
 
@@ -113,25 +112,25 @@ def ran(sim) -> list[str]:
 
 
 def test_a_simulated_device_is_never_picked_by_itself():
-    assert devices.resolve() == torch.device("cpu")
-    assert devices.resolve("npu") == npu()
-    assert devices.resolve("npu:1") == npu(1)
+    assert driver.resolve() == torch.device("cpu")
+    assert driver.resolve("npu") == npu()
+    assert driver.resolve("npu:1") == npu(1)
 
 
 def test_a_device_that_is_not_there_is_refused():
     with pytest.raises(ConfigError, match="npu:7"):
-        devices.resolve("npu:7")
+        driver.resolve("npu:7")
 
 
 def test_the_chip_is_the_npus(sim):
-    chip = devices.chip(npu())
+    chip = driver.chip(npu())
     assert (chip.kind, chip.name, chip.tiles) == ("npu", "Ascend910B3", "ascend")
     assert (chip.cube_programs, chip.vector_programs) == (20, 40)
 
 
 def test_an_older_torch_npu_leaves_the_core_counts_to_triton(sim):
     sim.set_properties(cube_core_num=24, vector_core_num=48)
-    assert devices.npu_cores(npu(), SimpleNamespace(name="Ascend910_9391")) == (24, 48)
+    assert driver.npu_cores(npu(), SimpleNamespace(name="Ascend910_9391")) == (24, 48)
 
 
 def test_the_environment_says_that_it_is_simulated(sim):
@@ -146,11 +145,11 @@ def test_the_environment_says_that_it_is_simulated(sim):
 
 def test_questions_to_the_device(sim):
     sim.set_properties(total_memory=torch.npu.memory_allocated() + 4096, L2_cache_size=512)
-    assert devices.free_bytes(npu()) == 4096
-    assert devices.cache_bytes(npu()) == 512
-    assert not devices.capturing(npu())
+    assert driver.free_bytes(npu()) == 4096
+    assert driver.cache_bytes(npu()) == 512
+    assert not driver.capturing(npu())
     with sim.capture():
-        assert devices.capturing(npu())
+        assert driver.capturing(npu())
 
 
 # ---- The op
@@ -368,8 +367,8 @@ def cached(folder: Path) -> Config:
     return CONFIG.model_copy(update={"cache": section})
 
 
-def key_of(given: dict[str, torch.Tensor]) -> declaration.Key:
-    call = declaration.Call(
+def key_of(given: dict[str, torch.Tensor]) -> keys.Key:
+    call = operands.Call(
         tensors=(given["q"], given["k"], given["do"], given["g"], None, None), options=(BT,), scalars=(None,)
     )
     return SPEC.key(call)

@@ -1,5 +1,6 @@
 """What tuning must never do, on the simulated device with a set clock: believe a wrong, lucky or hanging candidate."""
 
+import importlib
 import os
 import random
 import time
@@ -13,18 +14,17 @@ from timers import RIGHT
 import layout_tuner
 from layout_tuner import ops, reference, warming
 from layout_tuner.config import Config, Measure, Tuning
-from layout_tuner.device import driver as devices
-from layout_tuner.device import environment
+from layout_tuner.device import driver, environment
 from layout_tuner.dispatch import router
 from layout_tuner.dispatch.router import Router
 from layout_tuner.errors import TooLittleMemoryError
-from layout_tuner.spec import declaration
+from layout_tuner.spec import registry
 from layout_tuner.spec.keys import Form, bucket
 from layout_tuner.tuning import deadline, memory, numerics
 from layout_tuner.tuning.timing import EventTimer, scratch_bytes
 from layout_tuner.tuning.tuner import Outcome, Runs, Trial, tune
 
-SPEC = declaration.lookup("chunk_bwd_dv_local")
+SPEC = registry.lookup("chunk_bwd_dv_local")
 CANDIDATES = ("full/g=STRIDE_HV", "full/g=T_CONTIG", "sub/g=STRIDE_HV", "sub/g=T_CONTIG")
 DEFAULT, OTHER = "full/g=T_CONTIG", "full/g=STRIDE_HV"
 BT, T = 16, 21
@@ -55,7 +55,7 @@ def _fresh(sim, monkeypatch) -> Iterator[None]:
 def forget() -> None:
     layout_tuner.disable()
     router.current().prepared.clear()
-    devices.chip.cache_clear()
+    driver.chip.cache_clear()
     environment.environment.cache_clear()
 
 
@@ -103,7 +103,7 @@ def launched(sim) -> list[str]:
 
 def test_the_fastest_but_wrong_never_wins_and_stays_out_after_a_restart(sim, tmp_path, monkeypatch):
     set_costs(sim, dict(zip(CANDIDATES, (2.0, 1.0, 0.1, 0.1), strict=True)))
-    kernels = declaration.importlib.import_module("layout_tuner.kernels.dv_local")
+    kernels = importlib.import_module("layout_tuner.kernels.dv_local")
     right = kernels.chunk_bwd_dv_local_sub
 
     class Wrong:
@@ -168,7 +168,7 @@ def test_a_candidate_that_hangs_is_recorded_and_the_call_is_right(sim, tmp_path)
 def occupied(sim, monkeypatch) -> Iterator[list[float]]:
     """Puts the time until which a launch keeps the device busy into a list; events and waits heed it."""
     until = [0.0]
-    make_event, synchronize = devices.event, devices.synchronize
+    make_event, synchronize = driver.event, driver.synchronize
 
     class Event:
         def __init__(self, device: torch.device) -> None:
@@ -185,8 +185,8 @@ def occupied(sim, monkeypatch) -> Iterator[list[float]]:
         time.sleep(max(0.0, until[0] - time.monotonic()))  # as in a driver: no exception reaches its thread there
         synchronize(device)
 
-    monkeypatch.setattr(devices, "event", Event)
-    monkeypatch.setattr(devices, "synchronize", wait)
+    monkeypatch.setattr(driver, "event", Event)
+    monkeypatch.setattr(driver, "synchronize", wait)
     yield until
     while deadline.left_behind():
         time.sleep(0.01)
@@ -200,7 +200,7 @@ def test_nothing_is_stored_of_a_device_that_a_candidate_occupies(sim, tmp_path, 
         occupied[0] = time.monotonic() + 6.0
         return 0.1
 
-    default = SPEC.default(KEY, devices.chip(npu())).id
+    default = SPEC.default(KEY, driver.chip(npu())).id
     hung = hung if hung != default else OTHER
     set_costs(sim, dict(zip(CANDIDATES, (2.0, 1.0, 0.5, 0.1), strict=True)))
     variant, _, plan = hung.partition("/g=")
@@ -272,9 +272,9 @@ import npu_sim.sim as sim
 sim.install(devices=1)
 sim.attach_triton()
 import layout_tuner, torch
-from layout_tuner.device import driver as devices
+from layout_tuner.device import driver
 from layout_tuner import ops
-from layout_tuner.spec import declaration as registry
+from layout_tuner.spec import registry
 from layout_tuner.config import Config
 from layout_tuner.tuning.timing import EventTimer
 from layout_tuner.dispatch.router import Router
@@ -385,9 +385,9 @@ def test_want_of_memory_is_said_once_and_counted(sim, tmp_path, caplog):
         Router(config(tmp_path)).tune(SPEC, KEY, npu())
 
 
-@pytest.mark.parametrize("op", declaration.names())
+@pytest.mark.parametrize("op", registry.names())
 def test_tuning_takes_no_more_memory_than_is_estimated(sim, op):
-    spec = declaration.lookup(op)
+    spec = registry.lookup(op)
     form = spec.every_form[0]
     sizes = {"B": 1, "T": 24, "H": 2, "HV": 4, "K": 16, "V": 16}
     key = spec.key_for(sizes, dtype="float32", form=form.changed(BT="16") if "BT" in form else form)

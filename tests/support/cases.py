@@ -12,8 +12,9 @@ from dataclasses import replace
 import torch
 
 from layout_tuner.launch.prepared import Prepared
-from layout_tuner.spec.declaration import DTYPES, OpSpec
+from layout_tuner.spec.declaration import OpSpec
 from layout_tuner.spec.keys import Form, Key
+from layout_tuner.spec.operands import DTYPES
 from layout_tuner.tuning import inputs
 from layout_tuner.tuning.experiment import Experiment
 

@@ -4,10 +4,10 @@ import torch
 
 import layout_tuner.ops
 from layout_tuner import reference
-from layout_tuner.spec import declaration
+from layout_tuner.spec import registry
 from layout_tuner.spec.keys import Form, Key
 
-SPEC = declaration.lookup("chunk_bwd_dv_local")
+SPEC = registry.lookup("chunk_bwd_dv_local")
 FORM = "BT=16,g=float32@STRIDE_HV"
 CANDIDATES = ("full/g=STRIDE_HV", "full/g=T_CONTIG", "sub/g=STRIDE_HV", "sub/g=T_CONTIG")
 BT = 16

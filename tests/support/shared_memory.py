@@ -26,7 +26,7 @@ from layout_tuner.ascend.candidates import launch_of
 from layout_tuner.device.driver import Chip
 from layout_tuner.launch import launcher
 from layout_tuner.launch.prepared import Prepared
-from layout_tuner.spec import declaration
+from layout_tuner.spec import registry
 from layout_tuner.spec.declaration import Candidate, OpSpec, Problem
 from layout_tuner.spec.keys import Key
 from layout_tuner.tuning.inputs import synthesize
@@ -81,7 +81,7 @@ def launches(spec: OpSpec, key: Key, candidate: Candidate) -> list[launcher.Laun
 def cases(asked: dict[str, Any]) -> Iterator[tuple[OpSpec, Key, Candidate]]:
     """Every candidate of every key that is asked for; of a variant's layouts the first, unless all are."""
     for name in asked["ops"]:
-        spec = declaration.lookup(name)
+        spec = registry.lookup(name)
         for form in spec.every_form if asked["every_form"] else spec.standard_forms.values():
             for dtype in asked["dtypes"]:
                 for K, V in asked["widths"]:
@@ -111,7 +111,7 @@ def survey(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def planted() -> dict[str, int]:
     """What a kernel asks for whose tiles leave no loop in a task, here and by Triton's own account."""
     tiling.chunk_bwd_dqkwg_tiles = lambda *_: (32, 64, 64, False)
-    spec = declaration.lookup("chunk_bwd_dqkwg")
+    spec = registry.lookup("chunk_bwd_dqkwg")
     sizes = {"B": 1, "T": 96, "H": 1, "HV": 1, "K": 64, "V": 64}
     key = spec.key_for(sizes, dtype="bfloat16", form=spec.form_named("BT=64,dv=1,w=1"))
     (record,) = launches(spec, key, spec.candidates(key)[0])
@@ -125,6 +125,6 @@ if __name__ == "__main__":
     if asked == "planted":
         print(json.dumps(planted()))
     else:
-        asked["ops"] = asked["ops"] or layout_tuner.spec.declaration.names()
+        asked["ops"] = asked["ops"] or layout_tuner.spec.registry.names()
         for found in survey(asked):
             print(json.dumps(found), flush=True)

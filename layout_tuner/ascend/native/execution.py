@@ -8,7 +8,8 @@ from layout_tuner.ascend.compile.toolchain import NativeTools
 from layout_tuner.ascend.native.build import NativeBuildError, NativeKernel, build
 from layout_tuner.launch import launcher
 from layout_tuner.launch.prepared import Prepared
-from layout_tuner.spec.declaration import Call, Outputs, Problem
+from layout_tuner.spec.declaration import Problem
+from layout_tuner.spec.operands import Call, Outputs
 from layout_tuner.tuning.experiment import PoisonedAllocations
 
 

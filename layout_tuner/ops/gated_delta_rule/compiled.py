@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...device import driver as devices
+from ...device import driver
 from ...launch import launcher
 from ...launch.prepared import present
 from ...spec import layouts, watched
@@ -24,8 +24,9 @@ from ...spec.packing import chunks_of as packed_chunks
 from ...spec.packing import stand_in
 from .. import tracing
 from ..tracing import Bound, Size, bound
-from . import chain as gated_delta_rule
-from .chain import SPEC, Chain, Inputs, Saved
+from . import arguments
+from .chain import Chain, Inputs, Saved
+from .spec import SPEC
 
 # Where a tensor that the backward needs comes from, if it is an input that the forward left as it was.
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
@@ -71,7 +72,7 @@ def traced_chain(
         named = {**dict(zip(INPUTS, inputs)), "cu_seqlens": cu_seqlens, "chunk_indices": chunk_indices}
         tracing.require_seen(SPEC, named)
         tunable = tracing.real(list(named.values()))
-    gated_delta_rule.check(inputs, (*flags, chunk_size), scale, cu_seqlens, cu_seqlens_cpu, chunk_indices, cp_context)
+    arguments.check(inputs, (*flags, chunk_size), scale, cu_seqlens, cu_seqlens_cpu, chunk_indices, cp_context)
     if not use_gate_in_kernel:
         A_log = dt_bias = None
     A_log = None if A_log is None else A_log.reshape(-1)
@@ -187,7 +188,7 @@ def chain_op(
     """A traced `chunk_gated_delta_rule`: output, final state or an empty tensor, and with gradients what is `kept`."""
     what, chain = chain_of(said)
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
-    with torch.autocast(q.device.type, enabled=False), devices.guard(what.device):
+    with torch.autocast(q.device.type, enabled=False), driver.guard(what.device):
         chunks = chunks_of(what, cu_seqlens, chunk_indices, q.shape[1], cu_seqlens_cpu)
         o, final_state, saved = chain.forward(Inputs._make(arranged(chain, inputs)), scale, cu_seqlens, chunks)
         results = [o, q.new_empty(0) if final_state is None else final_state]
@@ -252,7 +253,7 @@ def chain_bwd_op(
         if x is not None and name in IN_LAYOUT:
             fields[name] = turned(chain, name, x)
     back = Saved(**fields)
-    with torch.autocast(what.device.type, enabled=False), devices.guard(what.device):
+    with torch.autocast(what.device.type, enabled=False), driver.guard(what.device):
         chunks = chunks_of(what, cu_seqlens, chunk_indices, back.v.shape[1], cu_seqlens_cpu)
         output = torch.zeros_like(back.v) if do is None else do
         found = chain.backward_or_default(back, output, dht, wanted, scale, cu_seqlens, chunks)

@@ -1,0 +1,93 @@
+"""Decisions that earlier versions stored: read, found and followed.
+
+`data/decisions.sqlite` was written by `tuner warmup` in the interpreter, before modules moved into rooms (only the name
+of the host is another).
+"""
+
+import contextlib
+import platform
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from layout_tuner.cache.records import DecisionRecord
+from layout_tuner.cache.sqlite.file import Store
+
+import layout_tuner
+import layout_tuner.ops
+from layout_tuner.config import Config
+from layout_tuner.device import driver
+from layout_tuner.device.environment import environment
+from layout_tuner.dispatch import router
+from layout_tuner.spec import registry
+from layout_tuner.spec.keys import bucketed
+from layout_tuner.tuning.inputs import synthesize
+from layout_tuner.tuning.records import key_of
+
+WRITTEN = Path(__file__).parent / "data" / "decisions.sqlite"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """The file, with today's revisions: kernels change, and then a decision of theirs rightly matches no more."""
+    path = tmp_path / "decisions.sqlite"
+    shutil.copy(WRITTEN, path)
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        for op in registry.names():
+            revision = registry.lookup(op).revision
+            connection.execute("UPDATE decisions SET revision = ? WHERE op = ?", (revision, op))
+            connection.execute(
+                "UPDATE measurements SET revision = ? WHERE decision_id IN (SELECT id FROM decisions WHERE op = ?)",
+                (revision, op),
+            )
+    return path
+
+
+@pytest.fixture
+def records(file: Path) -> list[DecisionRecord]:
+    """What stands in it."""
+    with contextlib.closing(Store(file)) as store:
+        return list(store.decisions())
+
+
+@pytest.fixture
+def its_environment(file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The id of the environment of a machine that says of itself what the file's says."""
+    with contextlib.closing(Store(file)) as store:
+        (recorded,) = store.environments()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "__version__", recorded.facts["torch"])
+        patched.setattr(driver, "triton_distribution", lambda: ("triton", recorded.facts["triton"]))
+        patched.setattr(platform, "machine", lambda: recorded.facts["machine"])
+        environment.cache_clear()
+        made = environment(CPU)
+    assert (made.id, dict(made.facts)) == (recorded.id, dict(recorded.facts))
+    yield made.id
+    environment.cache_clear()
+
+
+def test_a_stored_key_is_the_key_of_a_call(records: list[DecisionRecord]) -> None:
+    assert {record.key.op for record in records} == {
+        "chunk_bwd_dv_local",
+        "chunk_local_cumsum",
+        "chunk_gated_delta_rule",
+    }
+    for record in records:
+        spec, key = registry.lookup(record.key.op), key_of(record.key)
+        assert bucketed(spec.key(synthesize(spec, key, CPU)), Config().keys.bucket) == key
+        assert key.form.text == record.key.form
+        assert {each.id for each in spec.candidates(key)} == {each.candidate for each in record.measurements}
+        assert spec.default(key, driver.chip(CPU)).id == record.default_candidate
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the file is of Triton's interpreter")
+def test_a_stored_decision_is_followed(file: Path, records: list[DecisionRecord], its_environment: str) -> None:
+    with layout_tuner.enable(cache=file, on_miss="error", fla=False):
+        for record in records:
+            assert record.environment == its_environment
+            choice = router.current().choose(registry.lookup(record.key.op), key_of(record.key), CPU)
+            assert (choice.source, choice.candidate.id) == ("measured", record.candidate)
