@@ -22,7 +22,9 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from .config import Config, disabled, forced, with_cache
 from .dispatch import router
-from .dispatch.router import Policy, Router, require_server
+from .dispatch.choices import Policy
+from .dispatch.decisions import require_server
+from .dispatch.router import Router
 from .errors import ConfigError, Faults
 from .spec.forcing import Forced, parse
 

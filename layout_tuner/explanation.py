@@ -134,24 +134,17 @@ def explain_key(router: Router, spec: OpSpec, key: Key, device: torch.device) ->
     here = environment(device).id
     by_default = spec.default(key, driver.chip(device))
     default = by_default.id
-    trivial = spec.nothing_to_choose(key) and spec.name not in router.forced
-    if trivial or len(spec.candidates(key)) == 1:
+    if router.trivial(spec, key):
         reason = "one head, one token or one candidate: nothing to choose"
         return Explanation(key=key, environment=here, candidate=default, source="default", reason=reason)
-    found = router.resolution(spec, key, device)
-    if found is None or found.record.source != "pinned":
-        forced = router.forced_choice(spec, key, by_default)
-        if forced is not None:
-            reason = f"{forcing.NAME} forces it, whatever was measured"
-            return Explanation(
-                key=key, environment=here, candidate=forced.candidate.id, source=forced.source, reason=reason
-            )
-    if found is not None:
-        record = found.record
-        reason = f"{record.source} in {found.layer.name}: " + gain_text(record)
+    choice = router.decided(spec, key, device, by_default)
+    if choice is not None:
+        reason = f"{forcing.NAME} forces it, whatever was measured"
+        if choice.record is not None:
+            reason = f"{choice.source} in {choice.layer}: " + gain_text(choice.record)
         return Explanation(
-            key=key, environment=here, candidate=record.candidate, source=record.source, reason=reason,
-            decision=record, layer=found.layer.name,
+            key=key, environment=here, candidate=choice.candidate.id, source=choice.source, reason=reason,
+            decision=choice.record, layer=choice.layer,
         )  # fmt: skip
     stored = [record for record in router.store.decisions(environment=here, op=key.op) if record.key != key_record(key)]
     unpinned = "not in the pin; " if router.config.tuning.pin else ""

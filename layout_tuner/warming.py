@@ -22,7 +22,8 @@ from . import ops as _ops  # noqa: F401  registers every op
 from .config import Config, with_cache
 from .device import driver, interpreter
 from .device.environment import Environment, environment
-from .dispatch.router import Router, push, remove, require_server
+from .dispatch.decisions import require_server
+from .dispatch.router import Router, push, remove
 from .errors import ConfigError, DeviceLostError, Faults, LayoutTunerError
 from .spec import registry
 from .spec.declaration import OpSpec

@@ -173,7 +173,7 @@ def test_calls_left_to_another_library_are_in_it(monkeypatch: pytest.MonkeyPatch
 
 
 def test_one_line_for_each_decision(config: Config, device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="layout_tuner.dispatch.router")
+    caplog.set_level(logging.INFO, logger="layout_tuner.dispatch")
     given = arguments(device)
     with Scope(Router(config, on_miss="tune", timer=set_times(TIMES))):
         dv_local(given)

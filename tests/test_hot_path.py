@@ -371,10 +371,10 @@ def test_a_step_of_the_chain_is_looked_up_once(
     for _ in range(3):
         chain(40)
     looked_up: list[str] = []
-    for name in ("find", "call"):
-        found = getattr(router, name)
+    for name in ("call_by", "call"):
+        entry = getattr(router, name)
         monkeypatch.setattr(
-            router, name, lambda spec, *given, found=found: looked_up.append(spec.name) or found(spec, *given)
+            router, name, lambda spec, *given, entry=entry: looked_up.append(spec.name) or entry(spec, *given)
         )
     for name in ("lookup", "run", "resolve", "choose", "stored_variant"):
         monkeypatch.setattr(enabled, name, lambda *_: pytest.fail("missed"))

@@ -416,7 +416,7 @@ def test_tuning_on_a_miss_uses_the_winner_and_stores_it(
     config: Config, file: Path, device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = arguments(device)
-    caplog.set_level(logging.INFO, logger="layout_tuner.dispatch.router")
+    caplog.set_level(logging.INFO, logger="layout_tuner.dispatch")
     with entered(tuning(config)) as made:
         assert_right(dv_local(given), given)
         assert ran(made) == [SECOND]

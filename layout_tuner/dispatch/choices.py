@@ -1,14 +1,50 @@
-"""A candidate chosen for a key, and how the choice came about."""
+"""What runs for a key, and how the choice came about.
+
+The default runs where there is nothing to choose. Else the first of these decides:
+
+1. `pinned`: a decision of a pin.
+2. `forced`: the candidate that the environment forces.
+3. `measured`: a decision that was measured here.
+4. `imported`: a decision that somebody else measured.
+5. `predicted`: a decision made of the compiler's counts.
+6. `default` or `measured`: what the policy for misses says, which runs the default, tunes the key, or raises.
+
+`Choices.decided` is 1 to 5, `Choices.missed` is 6. A choice that was used once is frozen for the process.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
 
+import torch
+
+from layout_tuner.cache.layers import Resolution
 from layout_tuner.cache.records import DecisionRecord
 
-from ..spec.declaration import Candidate
-from ..tuning.timing import Interval
+from ..config import Config
+from ..device import driver
+from ..device.environment import environment
+from ..device.failures import first_line
+from ..errors import LayoutTunerError, TooLittleMemoryError, TuningError
+from ..spec import forcing, watched
+from ..spec.declaration import Candidate, OpSpec
+from ..spec.forcing import Forced
+from ..spec.keys import Key, bucketed
+from ..tuning import isolation
+from ..tuning.timing import Interval, Timer
+from ..tuning.tuner import Outcome
 from .counters import saved_us
+from .decisions import Decisions
+
+log = logging.getLogger(__name__)
+
+Policy = Literal["tune", "default", "error"]
+
+BESIDE = "it is being tuned in a process of its own"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +56,7 @@ class Choice:
         source: `pinned`, `forced`, `measured`, `imported`, `predicted` or `default`.
         frozen: Whether the process keeps it; a default taken because tuning was not possible just now is not kept.
         record: The decision it follows, if any.
+        layer: Which file or server holds the decision; empty for one that was made just now.
         reason: Why the default stands in for a decision; empty where there is one, or nothing to choose.
         missed: Whether there was no decision anywhere when it was made.
         pending: Whether it only serves until the key has been tuned beside the calls.
@@ -29,6 +66,7 @@ class Choice:
     source: str
     frozen: bool = True
     record: DecisionRecord | None = None
+    layer: str = ""
     reason: str = ""
     missed: bool = False
     pending: bool = False
@@ -39,6 +77,13 @@ def stand_in(default: Candidate, reason: str, *, frozen: bool = True) -> Choice:
     return Choice(candidate=default, source="default", frozen=frozen, reason=reason, missed=True)
 
 
+def following(spec: OpSpec, key: Key, resolution: Resolution) -> Choice:
+    """The candidate of a stored decision."""
+    record = resolution.record
+    candidate = next(candidate for candidate in spec.candidates(key) if candidate.id == record.candidate)
+    return Choice(candidate=candidate, source=record.source, record=record, layer=resolution.layer.name)
+
+
 def saved_by(record: DecisionRecord | None) -> Interval | None:
     """What a call saves that follows a decision, against the default that was measured beside it."""
     if record is None:
@@ -46,3 +91,271 @@ def saved_by(record: DecisionRecord | None) -> Interval | None:
     default = next((each for each in record.measurements if each.candidate == record.default_candidate), None)
     known = None if default is None else default.end_to_end_us
     return saved_us(known, record.gain, record.gain_low, record.gain_high)
+
+
+class Choices(Decisions):
+    """The choices of one entry.
+
+    Args:
+        config: Settings.
+        tuning: Whether decisions are looked up and made at all.
+        on_miss: Overrides the settings' policy.
+        timer: Takes the samples; None makes one for the device.
+        forced: Candidates that run whatever was measured, by op.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        tuning: bool = True,
+        on_miss: Policy | None = None,
+        timer: Timer | None = None,
+        forced: Mapping[str, Forced] | None = None,
+    ) -> None:
+        super().__init__(config, tuning=tuning, timer=timer, forced=forced or {})
+        self.on_miss = on_miss
+        self.choices: dict[tuple[Key, str], Choice] = {}
+        self._tuned: dict[tuple[Key, str], Choice] = {}  # beside the calls, and followed by none yet
+        self._full: set[str] = set()
+        self._said: set[Key] = set()
+        self._passed_over: set[tuple[Key, str]] = set()
+
+    def choose(self, spec: OpSpec, key: Key, device: torch.device, *, tracing: bool = False) -> Choice:
+        """What runs for a key: frozen before, stored, or as the policy for misses says.
+
+        Args:
+            spec: The op.
+            key: The exact key.
+            device: Where it is to run.
+            tracing: Whether a compiler is tracing the call, so that nothing may run now.
+        """
+        default = spec.default(key, driver.chip(device))
+        if not self.tuning or self.trivial(spec, key):
+            return Choice(candidate=default, source="default")
+        key = bucketed(key, self.config.keys.bucket)
+        place = (key, environment(device).id)
+        choice = self.choices.get(place)
+        if choice is not None:
+            return choice if not choice.pending else self.follow(place, choice)
+        with self._lock:
+            choice = self.choices.get(place)
+            if choice is not None:
+                return choice
+            choice = self.decided(spec, key, device, default)
+            if choice is not None:
+                log.info("%s: %s, %s", key, choice.candidate.id, choice.source)
+            else:
+                choice = self.missed(spec, key, device, default, tracing=tracing)
+            if choice.frozen and not tracing and not watched.faking():
+                self.choices[place] = choice
+            return choice
+
+    def trivial(self, spec: OpSpec, key: Key) -> bool:
+        """Whether there is nothing to choose for a key: one head or token, where nothing is forced, or one candidate.
+
+        Args:
+            spec: The op.
+            key: The exact key.
+        """
+        if spec.nothing_to_choose(key) and spec.name not in self.forced:
+            return True
+        return len(spec.candidates(bucketed(key, self.config.keys.bucket))) == 1
+
+    def decided(self, spec: OpSpec, key: Key, device: torch.device, default: Candidate) -> Choice | None:
+        """The choice for a key without running anything: 1 to 5 of the list above; None is a miss.
+
+        Args:
+            spec: The op.
+            key: The key, T as it is tuned.
+            device: Where it is to run.
+            default: The key's default, of which a forced candidate takes what is left open.
+        """
+        resolution = self.resolution(spec, key, device)
+        if resolution is not None and resolution.record.source == "pinned":  # 1
+            return following(spec, key, resolution)
+        forced = self.forced_choice(spec, key, default)
+        if forced is not None:  # 2
+            return forced
+        if resolution is not None:  # 3, 4 and 5: the cache's layers answer with the first of them that is stored
+            return following(spec, key, resolution)
+        return None
+
+    def standing(self, spec: OpSpec, key: Key, device: torch.device) -> Choice | None:
+        """The choice that was made for a key, or that `decided` would make; None where neither says anything.
+
+        Args:
+            spec: The op.
+            key: The exact key.
+            device: Where it is to run.
+        """
+        default = spec.default(key, driver.chip(device))
+        key = bucketed(key, self.config.keys.bucket)
+        return self.choices.get((key, environment(device).id)) or self.decided(spec, key, device, default)
+
+    def forced_choice(self, spec: OpSpec, key: Key, default: Candidate) -> Choice | None:
+        """What the environment forces for a key, if anything."""
+        if spec.name not in self.forced:
+            return None
+        candidate = forcing.choice(self.forced, spec, key, default)
+        if candidate is None:
+            log.warning("%s: %s forces a candidate that this key does not have", key, forcing.NAME)
+            return None
+        return Choice(candidate=candidate, source="forced")
+
+    def missed(
+        self, spec: OpSpec, key: Key, device: torch.device, default: Candidate, *, tracing: bool = False
+    ) -> Choice:
+        """Tune, run the default, or raise, as the policy says; a pin is used instead of all else: none is tuned."""
+        policy = self.policy(device)
+        pin = self.config.tuning.pin
+        if pin and policy == "error":
+            raise TuningError(f"{key}: not in the pin file {pin}, and on_miss is 'error'")
+        if pin:
+            return stand_in(default, "not in the pin")
+        if policy == "error":
+            raise TuningError(f"{key}: no decision in {self.store.name}, and on_miss is 'error'")
+        if policy == "default":
+            return stand_in(default, "on_miss is 'default'")
+        place = (key, environment(device).id)
+        if place in self._passed_over and in_backward():
+            return stand_in(default, "the call that a checkpoint repeats took it", frozen=False)
+        if tracing or watched.faking() or driver.capturing(device):
+            self.say(key, "a graph is being captured or traced: running %s untuned", default.id)
+            return self.pass_over(place, default, "a graph was being captured or traced")
+        if self.too_many(spec):
+            return stand_in(default, "[keys] max_keys")
+        if self.isolated(device):
+            return self.tune_beside(spec, key, device, default)
+        try:
+            outcome = self.tune(spec, key, device)
+        except TooLittleMemoryError as error:
+            self.say(key, "too little free memory to tune (%s): running %s", error, default.id)
+            return self.pass_over(place, default, "too little free memory to tune")
+        except LayoutTunerError as error:
+            log.warning("%s: not tuned: %s", key, error)
+            return stand_in(default, "it could not be tuned")
+        except (RuntimeError, MemoryError) as error:  # a device's, of which torch_npu makes no class of their own
+            if not driver.out_of_memory(error):
+                log.warning("%s: not tuned: %s: %s", key, type(error).__name__, first_line(error))
+                return stand_in(default, "it could not be tuned")
+            driver.release(device)
+            self.say(key, "too little free memory to tune (%s): running %s", first_line(error), default.id)
+            return self.pass_over(place, default, "too little free memory to tune")
+        held = self.choices.get((key, environment(device).id))
+        if held is not None and held.candidate.id == outcome.winner:
+            return replace(held, missed=True)
+        winner = next(candidate for candidate in spec.candidates(key) if candidate.id == outcome.winner)
+        return Choice(candidate=winner, source="measured", missed=True)
+
+    def pass_over(self, place: tuple[Key, str], default: Candidate, reason: str) -> Choice:
+        """The default for as long as something keeps a key from being tuned.
+
+        A checkpointed region must find the same when it is run again: its first run makes the default the choice of
+        this process. A reentrant checkpoint cannot be told from a plain call; the default it took stays for what the
+        backward repeats, unless another call has had the key tuned by then.
+        """
+        if not in_backward():
+            self._passed_over.add(place)
+        return stand_in(default, reason, frozen=in_checkpoint())
+
+    def say(self, key: Key, what: str, *about: object) -> None:
+        """Warn of a key once; calls of it go on missing."""
+        if key not in self._said:
+            self._said.add(key)
+            log.warning(f"%s: {what}", key, *about)
+
+    def too_many(self, spec: OpSpec) -> bool:
+        """Whether an op has as many keys as may be tuned; said once."""
+        held = sum(1 for key, _ in self.choices if key.op == spec.name)
+        if held < self.config.keys.max_keys:
+            return False
+        if spec.name not in self._full:
+            self._full.add(spec.name)
+            log.warning("%s: %d keys are held ([keys] max_keys): further ones run the default untuned", spec.name, held)
+        return True
+
+    def policy(self, device: torch.device) -> Policy:
+        """What a miss leads to: tuning on an accelerator with one process, the default elsewhere; settings win."""
+        if self.on_miss is not None:
+            return self.on_miss
+        if self.config.tuning.on_miss != "auto":
+            return self.config.tuning.on_miss
+        return "default" if device.type == "cpu" or driver.multi_process() else "tune"
+
+    def tune_beside(self, spec: OpSpec, key: Key, device: torch.device, default: Candidate) -> Choice:
+        """Have a key tuned while calls go on with the default; they follow the outcome once there is one."""
+        place = (key, environment(device).id)
+        if driver.forked(device):
+            return stand_in(default, "a forked process cannot use the device")
+        try:
+            self.require_memory(spec, key, device)
+        except TooLittleMemoryError as error:
+            self.say(key, "too little free memory to tune (%s): running %s", error, default.id)
+            return self.pass_over(place, default, "too little free memory to tune")
+        log.info("%s: tuned in a process of its own: running %s meanwhile", key, default.id)
+        choice = self.pass_over(place, default, BESIDE)
+        isolation.beside(device, functools.partial(self.tuned_beside, spec, key, device))
+        # A checkpointed region has to find the default again, whenever it is repeated: the next process follows.
+        return choice if choice.frozen else replace(choice, frozen=True, pending=True)
+
+    def tuned_beside(self, spec: OpSpec, key: Key, device: torch.device) -> None:
+        """Tune a key, and let its calls look again."""
+        place = (key, environment(device).id)
+        choice = None
+        try:
+            _, choice = self.tuned(spec, key, device)
+        except (LayoutTunerError, RuntimeError) as error:
+            log.warning("%s: not tuned: %s", key, error)
+        with self._lock:
+            held = self.choices.get(place)
+            if held is None or not held.pending:
+                return
+            if choice is None:
+                choice = replace(held, pending=False, reason="it could not be tuned")
+            self._tuned[place] = choice
+            self.look_again()
+
+    def look_again(self) -> None:
+        """Have every call look for its choice again."""
+        self.variants.clear()
+
+    def follow(self, place: tuple[Key, str], held: Choice) -> Choice:
+        """The outcome of a tuning beside the calls, once there is one, but not for what a backward repeats."""
+        if place not in self._tuned:
+            return held
+        if place in self._passed_over and in_backward():
+            return replace(held, frozen=False, pending=False)
+        with self._lock:
+            choice = self._tuned.pop(place, None)
+            if choice is not None:
+                self.choices[place] = choice
+            return self.choices[place]
+
+    def tune(self, spec: OpSpec, key: Key, device: torch.device, budget_s: float | None = None) -> Outcome:
+        """Tune a key on synthetic arguments, publish the outcome at once, and freeze it for this process.
+
+        Arguments and errors are those of `make`.
+        """
+        outcome, choice = self.tuned(spec, key, device, budget_s)
+        self.choices[key, environment(device).id] = choice
+        self.variants.clear()
+        return outcome
+
+    def tuned(
+        self, spec: OpSpec, key: Key, device: torch.device, budget_s: float | None = None
+    ) -> tuple[Outcome, Choice]:
+        """Tune a key and publish the outcome, which no call follows yet; arguments and errors are those of `make`."""
+        outcome, decision = self.make(spec, key, device, budget_s)
+        winner = next(candidate for candidate in spec.candidates(key) if candidate.id == outcome.winner)
+        return outcome, Choice(candidate=winner, source="measured", record=decision)
+
+
+def in_backward() -> bool:
+    """Whether autograd's engine runs this thread's code: what a checkpoint repeats, it repeats there."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def in_checkpoint() -> bool:
+    """Whether saved tensors go through hooks, as they do while a checkpointed region runs for the first time."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -23,13 +23,12 @@ import torch
 
 from .. import ops
 from ..device import interpreter
-from ..device.environment import environment
 from ..dispatch import router
 from ..dispatch.counters import Library, count_library
 from ..dispatch.router import Router
 from ..ops.local_cumsum import output_dtype_name
 from ..spec import registry
-from ..spec.keys import Key, bucketed
+from ..spec.keys import Key
 from ..spec.operands import Call, Value
 from .rivalry import OURS, Rivalry
 
@@ -280,12 +279,10 @@ class Takeover:
             made.choose(self.spec, key, device)  # ours first and by itself: its own candidates, then the best of them
             choice = made.choose(rival, against, device)
         else:
-            against = bucketed(against, made.config.keys.bucket)
-            known = made.choices.get((against, environment(device).id))
-            found = known or made.stored(rival, against, device)
-            if found is None:
+            standing = made.standing(rival, against, device)
+            if standing is None:
                 return Verdict(True), True
-            choice = found
+            choice = standing
         if choice.candidate.variant == OURS:
             return Verdict(True), choice.frozen and not choice.pending
         return Verdict(False, "its own implementation was measured to be faster", faster=True), choice.frozen

@@ -65,8 +65,8 @@ class Prepared:
         self.moves: tuple[tuple[int, Layout], ...] = ()
         self.restore: tuple[int, ...] = ()
         if not bare:
-            found = enumerate(zip(spec.operands, call.tensors))
-            arriving = [(i, o.name, t) for i, (o, t) in found if t is not None and o.time_axis]
+            numbered = enumerate(zip(spec.operands, call.tensors))
+            arriving = [(i, o.name, t) for i, (o, t) in numbered if t is not None and o.time_axis]
             wanted = {
                 name: candidate.plan[name] if spec.moves_inputs else layouts.as_read(layouts.arrival(tensor))
                 for _, name, tensor in arriving
@@ -103,17 +103,19 @@ class Prepared:
     def check_chunks(self, tensors: Tensors, chunk_indices: torch.Tensor | None) -> None:
         """Refuse states for another number of chunks than a packed batch has, which no signature tells."""
         assert self.nt_operand is not None
-        found = present(tensors[self.nt_operand]).shape[1]
+        given = present(tensors[self.nt_operand]).shape[1]
         wanted = present(chunk_indices).shape[0]
-        if found != wanted:
-            raise ValueError(f"{self.name}: wanted NT={wanted} chunks of cu_seqlens, got states for {found}")
+        if given != wanted:
+            raise ValueError(f"{self.name}: wanted NT={wanted} chunks of cu_seqlens, got states for {given}")
 
     def on_device(self) -> AbstractContextManager[object]:
         """Makes the operands' device the current one, where that may be another."""
         return nullcontext() if self.device is None else driver.guard(self.device)
 
-    def arrange(self, tensors: Tensors) -> list[torch.Tensor | None]:
+    def arrange(self, tensors: Tensors) -> Tensors:
         """The operands as the kernel wants them: row-major, and time-axis operands in the plan's layouts."""
+        if not self.contiguous and not self.moves:
+            return tensors
         arranged = list(tensors)
         for i in self.contiguous:
             arranged[i] = present(arranged[i]).contiguous()

@@ -102,7 +102,7 @@ def test_calls_take_the_default_until_a_child_has_tuned_and_then_follow(sim, con
         assert isolation._waiting, "it waited for the tuning"
         assert_right(dv_local(given).cpu(), host)
         assert ran(sim) == [DEFAULT] * 2
-        assert layout_tuner.stats().fallbacks == {router.BESIDE: 2}
+        assert layout_tuner.stats().fallbacks == {choices.BESIDE: 2}
         assert isolation.idle(PATIENCE_S)
         assert_right(dv_local(given).cpu(), host)
         dv_local(given)
@@ -251,7 +251,7 @@ def test_what_a_checkpoint_repeats_takes_what_it_took(sim, config, monkeypatch):
     """The outcome comes between a region's first run and its repetition; the next step follows it."""
     winner = next(each for each in SPEC.candidates(key()) if each.id == LAST)
     made = Router(config)
-    monkeypatch.setattr(made, "found", lambda *_: (None, choices.Choice(candidate=winner, source="measured")))
+    monkeypatch.setattr(made, "tuned", lambda *_: (None, choices.Choice(candidate=winner, source="measured")))
     given = arguments(npu())
     scale = torch.ones((), device="npu", requires_grad=True)
 

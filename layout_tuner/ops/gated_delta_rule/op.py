@@ -13,7 +13,6 @@ from torch.compiler import is_compiling
 from ...dispatch import router
 from ...errors import UnsupportedProblemError
 from ...launch.prepared import Prepared
-from ...spec.operands import Call
 from ...spec.packing import chunks_of, written
 from ...spec.watched import plain
 from .arguments import check
@@ -149,32 +148,17 @@ class _Call(NamedTuple):
 
 def _forward(call: _Call, tensors: Sequence[Tensor | None]) -> tuple[tuple[Tensor, Tensor | None], tuple[Chain, Saved]]:
     """Run the forward of what the router chooses; the chosen chain runs the backward too."""
-    operands = (*tensors, None, None)
-    found, signature, prepared = router.find(
-        SPEC, operands, call.options, (call.scale,), call.cu_seqlens, call.chunk_indices
-    )
 
     def run(prepared: Prepared) -> tuple[tuple[Tensor, Tensor | None], tuple[Chain, Saved]]:
         chain = prepared.launch
         assert isinstance(chain, Chain)
-        arranged = prepared.arrange(operands)[:-2] if prepared.contiguous or prepared.moves else tensors
+        inputs = Inputs._make(prepared.arrange(tensors))
         with prepared.on_device():
-            inputs = Inputs._make(arranged)
             o, final_state, saved = chain.forward(inputs, call.scale, call.cu_seqlens, call.chunk_indices)
         return (o, final_state), (chain, saved)
 
-    try:
-        results = run(prepared)
-    except Exception as error:  # any fault of a chosen candidate must leave the call as if it had not been chosen
-        arguments = Call(
-            tensors=operands, options=call.options, cu_seqlens=call.cu_seqlens, chunk_indices=call.chunk_indices
-        )
-        if prepared.proven:
-            return found.rescue(SPEC, signature, arguments, prepared, error, run)
-        prepared = found.recover(SPEC, signature, arguments, prepared, error)
-        results = run(prepared)
-    prepared.proven = True
-    return results
+    operands = (*tensors, None, None)
+    return router.call_by(SPEC, run, operands, call.options, (call.scale,), call.cu_seqlens, call.chunk_indices)
 
 
 class _Function(torch.autograd.Function):
