@@ -143,10 +143,10 @@ class Routed(Generic[P, R]):
 
     def __reduce__(self) -> str | tuple[type[Routed[P, R]], tuple[Enabled, Callable[P, R]]]:
         name: str = getattr(self, "__qualname__", "")
-        found: object = sys.modules.get(getattr(self, "__module__", ""))
+        named: object = sys.modules.get(getattr(self, "__module__", ""))
         for part in name.split("."):
-            found = getattr(found, part, None)
-        return name if found is self else (Routed, (self._entry, self._function))
+            named = getattr(named, part, None)
+        return name if named is self else (Routed, (self._entry, self._function))
 
 
 def bound(function: Routed[..., Any], instance: object) -> types.MethodType:
@@ -251,9 +251,9 @@ def forced_candidates() -> dict[str, Forced]:
     if not text:
         return {}
     importlib.import_module(".ops", __package__)
-    found = parse(text)
+    candidates = parse(text)
     log.warning("LAYOUT_TUNER_FORCE: %s, whatever was measured", text)
-    return found
+    return candidates
 
 
 def take_over(made: Router) -> None:

@@ -238,9 +238,9 @@ def warm_key(
     if spec.nothing_to_choose(key) or len(spec.candidates(key)) == 1:
         return Row(key=key, status="trivial", reason="one head, one token or one candidate: nothing to choose")
     where = environment(device)
-    found = router.stored_decision(spec, key, device)
-    if found is not None and found.source != "predicted" and not (again and unfinished(found)):
-        return Row(key=key, status="stored", decision=found)
+    decision = router.stored_decision(spec, key, device)
+    if decision is not None and decision.source != "predicted" and not (again and unfinished(decision)):
+        return Row(key=key, status="stored", decision=decision)
     start = time.monotonic()
     ticket = push(router)  # another library's function is compared with ours as it is routed
     try:
@@ -282,8 +282,8 @@ def remember_failure(router: Router, key: Key, where: Environment, reason: str) 
 
 def failed_before(router: Router, device: torch.device) -> dict[Key, str]:
     """Keys that an earlier warm-up failed on, and why."""
-    found = router.store.missed(environment(device).id)
-    return {key_of(miss.key): miss.reason for miss in found if miss.reason.startswith(FAILED)}
+    misses = router.store.missed(environment(device).id)
+    return {key_of(miss.key): miss.reason for miss in misses if miss.reason.startswith(FAILED)}
 
 
 def missed_keys(router: Router, device: torch.device, bucket: str) -> tuple[list[tuple[OpSpec, Key]], list[str]]:

@@ -22,7 +22,7 @@ import numpy
 import pytest
 import torch
 from cases import key_for
-from dv_local import CANDIDATES, SPEC, arguments, assert_right, dv_local, key
+from dv_local import BT, CANDIDATES, SPEC, arguments, assert_right, dv_local, key
 from layout_tuner.cache.places.opening import Store
 from layout_tuner.cache.sharing.pins import write_pins
 from layout_tuner.kernels import dv_local as kernels
@@ -37,6 +37,7 @@ from layout_tuner.dispatch import router
 from layout_tuner.dispatch.router import Router
 from layout_tuner.errors import CacheError, ConfigError, TuningError, UnsupportedProblemError
 from layout_tuner.launch import launcher
+from layout_tuner.launch.prepared import Prepared
 from layout_tuner.spec import registry
 from layout_tuner.spec.layouts import Layout, relayout
 from layout_tuner.tuning import inputs
@@ -636,6 +637,29 @@ def test_a_failing_choice_falls_back_to_the_default(
         dv_local(given | {"q": given["q"].repeat(1, 1, 1, 2)[..., ::2]})
         assert set(ran(made)) == {CANDIDATES[0]}
     assert broken.launches == 1
+
+
+def test_what_launches_for_itself_is_tried_until_a_candidate_runs(config: Config, device: torch.device) -> None:
+    """`call_by` puts a failing candidate aside as `call` does."""
+    given = arguments(device)
+    errors = [RuntimeError("illegal instruction"), OutOfResources(300000, 232448, "shared memory")]
+    handed: list[str] = []
+
+    def run(prepared: Prepared) -> str:
+        handed.append(prepared.candidate.id)
+        if errors:
+            raise errors.pop(0)
+        return prepared.candidate.id
+
+    def launched() -> str:
+        tensors = tuple(given.get(operand.name) for operand in SPEC.operands)
+        return router.call_by(SPEC, run, tensors, (BT,), (1.0,))
+
+    with entered(tuning(config, {name: 2.0 if name == CANDIDATES[1] else 10.0 for name in CANDIDATES})) as made:
+        assert launched() == CANDIDATES[2]
+        assert handed == [CANDIDATES[1], CANDIDATES[0], CANDIDATES[2]]
+        assert launched() == CANDIDATES[2]
+        assert len(handed) == 4 and ran(made) == [CANDIDATES[2]]
 
 
 @pytest.mark.parametrize("hit", ["same", "by shape", "by signature"])

@@ -304,7 +304,7 @@ class Choices(Decisions):
         place = (key, environment(device).id)
         choice = None
         try:
-            _, choice = self.tuned(spec, key, device)
+            _, choice = self.tuned_choice(spec, key, device)
         except (LayoutTunerError, RuntimeError) as error:
             log.warning("%s: not tuned: %s", key, error)
         with self._lock:
@@ -337,12 +337,12 @@ class Choices(Decisions):
 
         Arguments and errors are those of `make`.
         """
-        outcome, choice = self.tuned(spec, key, device, budget_s)
+        outcome, choice = self.tuned_choice(spec, key, device, budget_s)
         self.choices[key, environment(device).id] = choice
         self.variants.clear()
         return outcome
 
-    def tuned(
+    def tuned_choice(
         self, spec: OpSpec, key: Key, device: torch.device, budget_s: float | None = None
     ) -> tuple[Outcome, Choice]:
         """Tune a key and publish the outcome, which no call follows yet; arguments and errors are those of `make`."""

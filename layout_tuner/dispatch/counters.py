@@ -158,21 +158,21 @@ def after_fork() -> None:
 
 def together() -> list[Tally]:
     """Every tally that counted something, those of one place as one."""
-    found: dict[tuple[object, ...], Tally] = {}
+    sums: dict[tuple[object, ...], Tally] = {}
     with _lock:
         every = [*_past.values(), *(tally for tallies in list(_live.values()) for tally in list(tallies.values()))]
     for tally in every:
         if tally.key is None or not tally.calls:
             continue
-        sum_ = found.get(tally.place)
+        sum_ = sums.get(tally.place)
         if sum_ is None:
-            sum_ = found[tally.place] = Tally(
+            sum_ = sums[tally.place] = Tally(
                 tally.key, tally.environment, candidate=tally.candidate, source=tally.source, reason=tally.reason,
                 saved_us=tally.saved_us,
             )  # fmt: skip
         sum_.calls += tally.calls
         sum_.missed += tally.missed
-    return list(found.values())
+    return list(sums.values())
 
 
 def stats() -> Stats:

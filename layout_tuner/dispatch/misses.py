@@ -63,13 +63,13 @@ class MissLog:
                     reason=tally.reason,
                 )
                 fresh.setdefault(id(store), (store, []))[1].append((tally, calls, miss))
-            for store, found in fresh.values():
+            for store, batch in fresh.values():
                 try:
-                    store.record_misses([miss for _, _, miss in found])
+                    store.record_misses([miss for _, _, miss in batch])
                 except Exception as error:  # a cache never fails an op
                     log.warning("cache: %s", error)
                     continue
-                for tally, calls, _ in found:
+                for tally, calls, _ in batch:
                     tally.flushed = calls
 
     def forget(self) -> None:

@@ -251,7 +251,7 @@ def test_what_a_checkpoint_repeats_takes_what_it_took(sim, config, monkeypatch):
     """The outcome comes between a region's first run and its repetition; the next step follows it."""
     winner = next(each for each in SPEC.candidates(key()) if each.id == LAST)
     made = Router(config)
-    monkeypatch.setattr(made, "tuned", lambda *_: (None, choices.Choice(candidate=winner, source="measured")))
+    monkeypatch.setattr(made, "tuned_choice", lambda *_: (None, choices.Choice(candidate=winner, source="measured")))
     given = arguments(npu())
     scale = torch.ones((), device="npu", requires_grad=True)
 
