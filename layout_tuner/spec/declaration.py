@@ -100,6 +100,7 @@ class OpSpec:
         scalars: Arguments that are run-time numbers.
         layout_groups: Operands (read or written) that share one layout; a plan gives each group one.
         variants: Kernel variants, the default first.
+        offers: `offers(variant, key)`: whether a variant is a candidate of a key; the default always is.
         default_variant: The default for a key on a chip, where that is not always the first.
         sources: Modules under `layout_tuner.kernels` whose text makes a variant's revision.
         moves_inputs: Whether time-axis operands are copied into the plan's layouts ahead of the launch; an op whose
@@ -124,6 +125,7 @@ class OpSpec:
     scalars: tuple[str, ...] = ()
     layout_groups: tuple[tuple[str, ...], ...] = ()
     variants: tuple[str, ...]
+    offers: Callable[[str, Key], bool] = lambda variant, key: True
     default_variant: Callable[[Key, Chip], str] | None = None
     sources: tuple[str, ...]
     moves_inputs: bool = True
@@ -359,5 +361,6 @@ def candidates_of(spec: OpSpec, key: Key, revision: str) -> tuple[Candidate, ...
     return tuple(
         Candidate(variant=variant, plan=plan, revision=revision)
         for variant in spec.variants
+        if spec.offers(variant, key)
         for plan in spec.plans(key)
     )

@@ -15,7 +15,8 @@ from .chain import Chain, Gradients
 
 
 def _bind(problem: Problem, candidate: Candidate) -> Launch:
-    return Chain(problem, candidate.plan["g"] if problem.has("g") else candidate.plan["beta"])
+    layout = candidate.plan["g"] if problem.has("g") else candidate.plan["beta"]
+    return Chain(problem, layout, candidate.variant)
 
 
 def _reference(
@@ -105,7 +106,8 @@ SPEC = register(
         ),
         scalars=("scale",),
         layout_groups=(("g", "beta"),),
-        variants=("chain",),
+        variants=("chain", "fused_forward", "fused"),
+        offers=lambda variant, key: variant != "fused_forward" or key.form.flag("grad"),
         sources=(
             "beta",
             "bwd_dhu",
@@ -113,6 +115,8 @@ SPEC = register(
             "dv_local",
             "fwd_h",
             "fwd_o",
+            "fused_bwd",
+            "fused_fwd",
             "gate",
             "intra",
             "kkt",
