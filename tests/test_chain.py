@@ -522,7 +522,7 @@ def test_a_chain_that_has_run_and_then_fails_gives_way_to_the_default(
         (other,) = [
             each
             for each in lookup("chunk_gated_delta_rule").candidates(chain.problem.key)
-            if each != prepared.candidate
+            if each.variant == prepared.candidate.variant and each != prepared.candidate
         ]
         place = (chain.problem.key, environment(device).id)
         entry.prepared.clear()
