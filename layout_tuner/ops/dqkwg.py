@@ -231,7 +231,6 @@ SPEC = register(
         scalars=("scale",),
         layout_groups=(("g",), ("dg",)),
         variants=("full", "sub"),
-        sources=("dqkwg", "state"),
         bind=_bind,
         reference=reference.chunk_bwd_dqkwg,
         forms={"training": "BT=64,dv=1,g=float32@STRIDE_HV,w=1"},

@@ -157,7 +157,6 @@ SPEC = register(
         options=(Option(name="chunk_size", default=64, entry="BT", size="BT"),),
         layout_groups=(("g", "beta"),),
         variants=("full",),
-        sources=("intra", "kkt", "local_cumsum", "recompute_w_u", "solve_tril"),
         bind=_bind,
         reference=reference.chunk_gated_delta_rule_fwd_intra,
         forms={"training": "BT=64,beta=float32@STRIDE_HV,g=float32@STRIDE_HV"},
