@@ -71,6 +71,31 @@ def chunk_gated_delta_rule_bwd_dhu_tiles(
     return BK, BV, prefetch
 
 
+def fused_columns(K: int, V: int, element_bytes: int, chip: str) -> int:
+    """Most columns of the state that a task of the fused chain's walks holds: four warps hold 128 x 64 fp32 of it."""
+    if chip == "ascend":
+        return power_of_two(V, 16, 32)
+    return power_of_two(V, 16, 16 if element_bytes == 4 or K > 128 else 64)
+
+
+def chunk_scores_tile(K: int, element_bytes: int, chip: str) -> int:
+    """Columns of q and k that `chunk_scores` takes at a time."""
+    if chip == "ascend":
+        return power_of_two(K, 16, 256)
+    return power_of_two(K, 16, 64 if element_bytes == 2 else 16)
+
+
+def chunk_bwd_inverse_tiles(K: int, V: int, element_bytes: int, chip: str) -> tuple[int, int]:
+    """`(BK, BV)` of `chunk_bwd_inverse`: columns of k, y and dk, of the values at a time.
+
+    On an H200 at (8, 4096, 16, 32, 128, 128), bf16, 128 and 64 take 766 us, 64 and 64 863, 128 and 128 882.
+    """
+    if chip == "cuda":
+        widest_k, widest_v = (128, 64) if element_bytes == 2 else (16, 16)
+        return power_of_two(K, 16, widest_k), power_of_two(V, 16, widest_v)
+    return power_of_two(K, 16, 64), power_of_two(V, 16, 64)
+
+
 def chunk_fwd_o_tiles(variant: str, K: int, V: int, BT: int, element_bytes: int, chip: str) -> tuple[int, int]:
     """`(BK, BV)` of `chunk_fwd_o`: columns of q and k at a time, columns of v and o of one task."""
     if chip == "ascend":

@@ -15,6 +15,7 @@ from layout_tuner.device.environment import environment
 from layout_tuner.dispatch import choices, router
 from layout_tuner.errors import UnsupportedProblemError
 from layout_tuner.spec import layouts, packing
+from layout_tuner.spec.declaration import OpSpec
 from layout_tuner.spec.layouts import Layout
 from layout_tuner.spec.registry import lookup
 from layout_tuner.tuning import numerics
@@ -24,6 +25,11 @@ INPUTS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
 TOLERANCE = {torch.float32: numerics.FP32_TOLERANCE, torch.float16: 0.008, torch.bfloat16: 0.008}
 
 
+def ops_spec() -> OpSpec:
+    """The chain's declaration."""
+    return lookup("chunk_gated_delta_rule")
+
+
 @pytest.fixture(autouse=True)
 def _defaults() -> Iterator[None]:
     layout_tuner.disable()
@@ -31,6 +37,13 @@ def _defaults() -> Iterator[None]:
     yield
     layout_tuner.disable()
     router.current().prepared.clear()
+
+
+@pytest.fixture(params=ops_spec().variants)
+def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each way to run the chain, the default while a test runs."""
+    monkeypatch.setitem(vars(ops_spec()), "default_variant", lambda key, chip: request.param)
+    return str(request.param)
 
 
 def make(
@@ -99,7 +112,7 @@ def assert_matches_recurrence(given: Tensors, limit: float | None = None, **opti
 
 
 @pytest.mark.parametrize("T", [1, 15, 63, 64, 65, 127])
-def test_lengths(T: int, device: torch.device) -> None:
+def test_lengths(T: int, device: torch.device, variant: str) -> None:
     assert_matches_recurrence(make(device, B=1, T=T, K=16, V=16), output_final_state=True)
 
 
@@ -109,7 +122,7 @@ def test_long(T: int, device: torch.device) -> None:
     assert_matches_recurrence(make(device, B=1, T=T, K=16, V=16), output_final_state=True)
 
 
-def test_as_many_heads_as_tokens(device: torch.device) -> None:
+def test_as_many_heads_as_tokens(device: torch.device, variant: str) -> None:
     assert_matches_recurrence(make(device, B=1, T=8, H=2, HV=8, K=16, V=16), output_final_state=True)
 
 
@@ -118,11 +131,11 @@ def test_sixteen_bits(dtype: torch.dtype, device: torch.device) -> None:
     assert_matches_recurrence(make(device, dtype=dtype), output_final_state=True)
 
 
-def test_states_with_values_first(device: torch.device) -> None:
+def test_states_with_values_first(device: torch.device, variant: str) -> None:
     assert_matches_recurrence(make(device, v_first=True), output_final_state=True, state_v_first=True)
 
 
-def test_what_a_layer_asks_for(device: torch.device) -> None:
+def test_what_a_layer_asks_for(device: torch.device, variant: str) -> None:
     given = make(device)
     given["A_log"] = torch.tensor([0.3, -0.4], device=device, requires_grad=True)
     given["dt_bias"] = torch.tensor([0.1, -0.2], device=device, requires_grad=True)
@@ -135,7 +148,7 @@ def test_what_a_layer_asks_for(device: torch.device) -> None:
     )
 
 
-def test_scale_and_no_gate(device: torch.device) -> None:
+def test_scale_and_no_gate(device: torch.device, variant: str) -> None:
     given = make(device)
     del given["g"]
 
@@ -155,13 +168,13 @@ def test_scale_and_no_gate(device: torch.device) -> None:
     [(0, 1, 63, 64, 65), pytest.param((1,) * 127, marks=pytest.mark.nightly)],
     ids=["around a chunk", "127 short ones"],
 )
-def test_packed(lengths: tuple[int, ...], device: torch.device) -> None:
+def test_packed(lengths: tuple[int, ...], device: torch.device, variant: str) -> None:
     starts = torch.tensor([0, *lengths]).cumsum(0).to(device)
     given = make(device, B=1, T=sum(lengths), K=16, V=16, N=len(lengths))
     assert_matches_recurrence(given, output_final_state=True, cu_seqlens=starts)
 
 
-def test_tokens_outside_every_sequence(device: torch.device) -> None:
+def test_tokens_outside_every_sequence(device: torch.device, variant: str) -> None:
     """They get zeros, forward and backward, whatever their inputs hold."""
     starts = torch.tensor([5, 20, 20, 40], device=device)
     given = make(device, B=1, T=48, K=16, V=16, N=3)
@@ -180,7 +193,7 @@ def test_tokens_outside_every_sequence(device: torch.device) -> None:
     assert torch.equal(got["final_state"][1], given["initial_state"].detach()[1].float())
 
 
-def test_gates_that_would_overflow_outside_the_triangle(device: torch.device) -> None:
+def test_gates_that_would_overflow_outside_the_triangle(device: torch.device, variant: str) -> None:
     """Decays of -50 a token: what the causal mask hides would be 2 ** (50 * 64 / ln 2)."""
     given = make(device, B=1, T=65, K=16, V=16)
     with torch.no_grad():
@@ -509,7 +522,7 @@ def test_a_chain_that_has_run_and_then_fails_gives_way_to_the_default(
         (other,) = [
             each
             for each in lookup("chunk_gated_delta_rule").candidates(chain.problem.key)
-            if each != prepared.candidate
+            if each.variant == prepared.candidate.variant and each != prepared.candidate
         ]
         place = (chain.problem.key, environment(device).id)
         entry.prepared.clear()

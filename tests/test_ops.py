@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import MORE_HEADS, SIZES, experiment_for, faults, gate_dtypes, key_for, matrix
+from cases import MORE_HEADS, PUT_TOGETHER, SIZES, experiment_for, faults, gate_dtypes, key_for, matrix
 
 import layout_tuner.ops  # noqa: F401  registers every op
 from layout_tuner.spec import registry
@@ -42,7 +42,19 @@ def test_layouts_agree_in_every_combination_of_dtypes(
     spec: OpSpec, form: str, varlen: bool, device: torch.device
 ) -> None:
     key = key_for(spec, form, "bfloat16", varlen, B=1, T=12, H=1, HV=2, K=16, V=16)
-    assert not faults(experiment_for(spec, key, device, (1, 6, 6, 11)))
+    # What the chain does to its gates it does ahead of every variant.
+    variants = spec.variants if spec.gradient_option is None else spec.variants[:1]
+    assert not faults(experiment_for(spec, key, device, (1, 6, 6, 11)), variants)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("spec", "form", "dtype", "varlen"), [case for case in CASES if {*PUT_TOGETHER} & {*case.values[0].variants}]
+)
+def test_variants_put_together_from_others(
+    spec: OpSpec, form: Form, dtype: str, varlen: bool, device: torch.device
+) -> None:
+    assert not faults(experiment_for(spec, key_for(spec, form, dtype, varlen), device), PUT_TOGETHER)
 
 
 @pytest.mark.parametrize(("spec", "form"), STANDARD)

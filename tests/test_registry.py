@@ -1,12 +1,14 @@
 """Declarations of ops: what a call may look like, which candidates a key has, which of them is the default."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import dv_local
 import pytest
 import torch
 from dv_local import CANDIDATES, SPEC
 
+from layout_tuner import kernels as kernel_modules
 from layout_tuner.device.driver import Chip
 from layout_tuner.errors import ConfigError, UnsupportedProblemError
 from layout_tuner.spec import declaration, layouts, operands, registry, revision
@@ -250,7 +252,31 @@ def test_unknown_op_lists_those_there_are() -> None:
         registry.lookup("nothing")
 
 
-def test_revision_is_of_the_device_sources() -> None:
-    assert SPEC.revision == revision.source_revision(("dv_local",))
-    assert SPEC.revision != revision.source_revision(("fwd_o",))
+def test_revision_is_of_kernels_tiles_and_launches() -> None:
+    kernels = {f"layout_tuner.kernels.{name}" for name in ("dv_local", "tiling", "time_axis")}
+    assert {"layout_tuner.ops.dv_local", "layout_tuner.ops.sizes", *kernels} <= revision.sources(
+        SPEC.bind.__module__
+    ).keys()
+    assert "layout_tuner.kernels.fwd_o" not in revision.sources(SPEC.bind.__module__)
+    chain = revision.sources(registry.lookup("chunk_gated_delta_rule").bind.__module__)
+    every = {f"layout_tuner.kernels.{file.stem}" for file in Path(kernel_modules.__path__[0]).glob("[a-z]*.py")}
+    assert every - chain.keys() == {"layout_tuner.kernels.probe"}
+
+
+@pytest.mark.parametrize(
+    "changed", ["kernels.tiling", "kernels.time_axis", "kernels.dv_local", "ops.sizes", "ops.dv_local"]
+)
+def test_another_tile_helper_or_launch_is_another_revision(
+    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decision that was timed with others does not hold, nor does an overflow that others mend."""
+    hashed, module, file = revision.source_revision.__wrapped__, SPEC.bind.__module__, revision._file
+    before = hashed(module)
+    other = tmp_path / "other.py"
+    other.write_text(f"{file(f'layout_tuner.{changed}').read_text()}\nTILE = 1\n")
+    monkeypatch.setattr(revision, "_file", lambda name: other if name == f"layout_tuner.{changed}" else file(name))
+    assert hashed(module) != before
+
+
+def test_candidates_of_a_key_are_of_one_revision() -> None:
     assert len({candidate.revision for candidate in SPEC.candidates(dv_local.key())}) == 1

@@ -80,7 +80,8 @@ def test_a_stored_key_is_the_key_of_a_call(records: list[DecisionRecord]) -> Non
         spec, key = registry.lookup(record.key.op), key_of(record.key)
         assert bucketed(spec.key(synthesize(spec, key, CPU)), Config().keys.bucket) == key
         assert key.form.text == record.key.form
-        assert {each.id for each in spec.candidates(key)} == {each.candidate for each in record.measurements}
+        # There may be more by now.
+        assert {each.id for each in spec.candidates(key)} >= {each.candidate for each in record.measurements}
         assert spec.default(key, driver.chip(CPU)).id == record.default_candidate
 
 

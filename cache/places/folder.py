@@ -5,6 +5,7 @@ SQLite's locks and shared memory do not hold between hosts, so no file has two w
 """
 
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from ..merge import Evidence
 from ..misses import frequency
 from ..records import DecisionRecord, EnvironmentRecord, KeyRecord, MissRecord
 from ..sqlite.file import Store, in_wal_mode
+from ..sqlite.queries import key_hash
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,8 @@ class FolderStore:
         self._own_path = host_file(path, host or this_host())
         self._own = None if read_only else Store(self._own_path, journal="delete", host=host)
         self._peers: dict[Path, Store] = {}
+        # What each of the other files held when it was last read, so that only those with a key are asked for it.
+        self._keys: dict[Path, tuple[tuple[int, ...], frozenset[int]]] = {}
         self._said: set[Path] = set()
 
     @property
@@ -86,7 +90,7 @@ class FolderStore:
     def evidence(self, key: KeyRecord, environment: str) -> tuple[DecisionRecord, ...]:
         """Every decision for a key in an environment, of all hosts."""
         merged = Evidence()
-        for store in self.stores():
+        for store in self._holding(key_hash(key, environment)):
             for record in self._read(store, lambda each: each.evidence(key, environment)):
                 merged.add_decision(record)
         return tuple(merged.decisions.values())
@@ -134,18 +138,52 @@ class FolderStore:
         """This host's file, then those of the others, as far as they can be read now."""
         if self._own is not None:
             yield self._own
-        for path in host_files(self.path):
-            if self._own is not None and path == self._own_path:
-                continue
-            store = self._peers.get(path)
-            if store is None:
+        for path in self._others():
+            store = self._peer(path)
+            if store is not None:
+                yield store
+
+    def _others(self) -> list[Path]:
+        """The files of other hosts."""
+        return [path for path in host_files(self.path) if self._own is None or path != self._own_path]
+
+    def _peer(self, path: Path) -> Store | None:
+        """The file of another host, opened once; None where it cannot be read now."""
+        store = self._peers.get(path)
+        if store is None:
+            try:
+                store = self._peers[path] = _peer(path)
+            except StoreError as error:
+                self._say(path, error)
+        return store
+
+    def _holding(self, wanted: int) -> Iterator[Store]:
+        """This host's file, then those of the others that hold a key, by its `key_hash`.
+
+        With hundreds of hosts, asking each file about each key takes seconds; a file is read again when it changes.
+        """
+        if self._own is not None:
+            yield self._own
+        for path in self._others():
+            state = _state(path)
+            known = self._keys.get(path)
+            if known is None or known[0] != state:
+                store = self._peer(path)
+                if store is None:
+                    continue
                 try:
-                    store = _peer(path)
+                    known = state, frozenset(store.key_hashes())
                 except StoreError as error:
                     self._say(path, error)
+                    store.close()
                     continue
-                self._peers[path] = store
-            yield store
+                self._keys[path] = known
+                if len(self._peers) > _MAX_OPEN:
+                    store.close()
+            if wanted in known[1]:
+                store = self._peer(path)
+                if store is not None:
+                    yield store
 
     def _read(self, store: Store, action: Callable[[Store], Iterable[_Record]]) -> Iterable[_Record]:
         """What a store holds. Another host may be in the middle of writing its file; one's own file has to work."""
@@ -168,6 +206,18 @@ class FolderStore:
             self._said.add(path)
             level = logging.INFO if error.fault is Fault.UNAVAILABLE else logging.WARNING
             logger.log(level, "%s; left out for now", error)
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    """Changes when a file is written or replaced, or another process is about to write it; empty where it is gone."""
+    found: list[int] = []
+    for each in (path, path.with_name(f"{path.name}-wal")):
+        try:
+            status = os.stat(each)
+        except OSError:
+            continue
+        found += [status.st_ino, status.st_size, status.st_mtime_ns]
+    return tuple(found)
 
 
 def _peer(path: Path) -> Store:

@@ -170,6 +170,11 @@ def newest_keys(connection: Connection, *, environment: str | None, op: str | No
     return array("q", connection.execute(statement).scalars())
 
 
+def key_hash(key: KeyRecord, environment: str) -> int:
+    """The number of a key in an environment, in this process."""
+    return hash((environment, *key_row(key).values()))
+
+
 def key_hashes(connection: Connection, *, environment: str | None, op: str | None, like: str | None) -> set[int]:
     """A number for each environment and key."""
     statement = select(*_PLACE).where(*_matching(environment, op, like)).distinct()

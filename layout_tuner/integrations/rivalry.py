@@ -18,7 +18,6 @@ import torch
 from ..spec.declaration import Candidate, Launch, OpSpec, Problem
 from ..spec.keys import Key
 from ..spec.operands import Outputs
-from ..spec.revision import source_revision
 from ..tuning.experiment import as_tuple
 from ..tuning.inputs import option_value
 
@@ -30,16 +29,18 @@ class Rivalry(OpSpec):
     """An op of ours against a library's function of the same arguments.
 
     Attributes:
-        release: The library's name and version; with our sources it makes the revision, so that a new release is
-            measured anew.
+        ours: The revision of our op.
+        release: The library's name and version; with ours it makes the revision, so that a new release is measured
+            anew.
     """
 
+    ours: str
     release: str
 
     @functools.cached_property
     def revision(self) -> str:
-        """Of both: our device sources and the library's release."""
-        return f"{source_revision(self.sources)}+{self.release}"
+        """Of both: our sources and the library's release."""
+        return f"{self.ours}+{self.release}"
 
     def nothing_to_choose(self, key: Key) -> bool:
         """Never: with one head, too, either may be faster."""
@@ -80,7 +81,7 @@ def rivalry(
         moves_inputs=False,
         bind=bind,
     )
-    return Rivalry(**(taken | changed), release=release)
+    return Rivalry(**(taken | changed), ours=spec.revision, release=release)
 
 
 def bind_function(

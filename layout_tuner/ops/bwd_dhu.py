@@ -192,7 +192,6 @@ SPEC = register(
         layout_groups=(("g",),),
         variants=("wide", "narrow"),
         default_variant=default_width,
-        sources=("bwd_dhu", "state"),
         bind=_bind,
         reference=reference.chunk_gated_delta_rule_bwd_dhu,
         forms={"training": "BT=64,g=float32@STRIDE_HV"},

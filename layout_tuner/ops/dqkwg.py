@@ -151,7 +151,7 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
         NT, N, chunks = chunk_counts(B, T, BT, cu_seqlens, chunk_indices)
         scale = default_scale if scale is None else scale
         dq, dk = torch.empty_like(q), torch.empty_like(k)
-        dw = None if w is None else torch.empty_like(w)
+        dw = q.new_empty(B, T, HV, K) if wants_dw else None
         dg = layouts.empty((B, T, HV), dg_layout, torch.float32, q.device) if wants_dg else None
         results = (dq, dk, dw, dg) if fused else (dq, dk, dw)
         kernel(
@@ -231,7 +231,6 @@ SPEC = register(
         scalars=("scale",),
         layout_groups=(("g",), ("dg",)),
         variants=("full", "sub"),
-        sources=("dqkwg", "state"),
         bind=_bind,
         reference=reference.chunk_bwd_dqkwg,
         forms={"training": "BT=64,dv=1,g=float32@STRIDE_HV,w=1"},

@@ -143,7 +143,6 @@ SPEC = register(
         scalars=("scale",),
         layout_groups=(("g",),),
         variants=("full", "sub"),
-        sources=("dv_local",),
         bind=_bind,
         reference=reference.chunk_bwd_dv_local,
         forms={"training": "BT=64,g=float32@STRIDE_HV"},

@@ -187,7 +187,6 @@ SPEC = register(
         layout_groups=(("g",),),
         variants=("wide", "narrow"),
         default_variant=default_width,
-        sources=("fwd_h", "state"),
         bind=_bind,
         reference=reference.chunk_gated_delta_rule_fwd_h,
         forms={

@@ -142,7 +142,6 @@ SPEC = register(
         scalars=("scale",),
         layout_groups=(("g",),),
         variants=("full", "tiled"),
-        sources=("fwd_o", "state"),
         bind=_bind,
         reference=reference.chunk_fwd_o,
         forms={"training": "BT=64,g=float32@STRIDE_HV"},

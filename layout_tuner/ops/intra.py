@@ -63,7 +63,7 @@ def chunk_gated_delta_rule_fwd_intra(
     return w, u, A
 
 
-def _bind_inverse(problem: Problem, candidate: Candidate) -> Inverse:
+def bind_inverse(problem: Problem, candidate: Candidate) -> Inverse:
     """kkt and its inverse, in one kernel or in two."""
     key, BT, plan, programs = problem.key, problem.BT, candidate.plan, problem.chip.cube_programs
     H, HV, dtype = key.H, key.HV, getattr(torch, key.dtype)
@@ -119,7 +119,7 @@ def _bind_inverse(problem: Problem, candidate: Candidate) -> Inverse:
 
 def _bind(problem: Problem, candidate: Candidate) -> Launch:
     HV, K, BT, programs = problem.key.HV, problem.key.K, problem.BT, problem.chip.cube_programs
-    inverse, w_u = _bind_inverse(problem, candidate), bind_w_u(problem, candidate)
+    inverse, w_u = bind_inverse(problem, candidate), bind_w_u(problem, candidate)
 
     def launch(
         k: torch.Tensor,
@@ -157,7 +157,6 @@ SPEC = register(
         options=(Option(name="chunk_size", default=64, entry="BT", size="BT"),),
         layout_groups=(("g", "beta"),),
         variants=("full",),
-        sources=("intra", "kkt", "local_cumsum", "recompute_w_u", "solve_tril"),
         bind=_bind,
         reference=reference.chunk_gated_delta_rule_fwd_intra,
         forms={"training": "BT=64,beta=float32@STRIDE_HV,g=float32@STRIDE_HV"},

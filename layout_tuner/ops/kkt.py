@@ -112,7 +112,6 @@ SPEC = register(
         ),
         layout_groups=(("g", "beta"),),
         variants=("full",),
-        sources=("kkt",),
         bind=_bind,
         reference=reference.chunk_scaled_dot_kkt_fwd,
         forms={"training": "BT=64,beta=float32@STRIDE_HV,g=float32@STRIDE_HV,output_dtype=float32"},

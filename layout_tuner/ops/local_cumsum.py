@@ -139,7 +139,6 @@ SPEC = register(
         layout_groups=(("g",), ("out",)),
         reads_heads=True,
         variants=("triangle",),
-        sources=("local_cumsum",),
         bind=_bind,
         reference=reference.chunk_local_cumsum,
         forms={

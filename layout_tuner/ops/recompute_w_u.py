@@ -112,7 +112,6 @@ SPEC = register(
         outputs=(Output(name="w", dims="B T HV K"), Output(name="u", dims="B T HV V")),
         layout_groups=(("g", "beta"),),
         variants=("full",),
-        sources=("recompute_w_u",),
         bind=_bind,
         reference=reference.recompute_w_u_fwd,
         forms={"training": "BT=64,beta=float32@STRIDE_HV,g=float32@STRIDE_HV"},

@@ -97,7 +97,6 @@ SPEC = register(
         outputs=(Output(name="X", dims="B T HV BT"),),
         options=(Option(name="output_dtype", default="float32", names_dtype=True),),
         variants=("blocks",),
-        sources=("solve_tril",),
         bind=_bind,
         reference=reference.solve_tril,
         forms={"training": "BT=64,output_dtype=float32"},

@@ -151,7 +151,6 @@ SPEC = register(
         ),
         layout_groups=(("g", "beta"), ("dg", "dbeta")),
         variants=("full",),
-        sources=("wy_bwd",),
         bind=_bind,
         reference=reference.prepare_wy_repr_bwd,
         forms={"training": "BT=64,beta=float32@STRIDE_HV,g=float32@STRIDE_HV"},

@@ -35,7 +35,7 @@ class Candidate:
     Attributes:
         variant: Name of the kernel variant.
         plan: The layouts the kernel reads and writes.
-        revision: Hash of the device sources the variant runs.
+        revision: Hash of the sources of what it runs, see `revision.source_revision`.
     """
 
     variant: str
@@ -100,8 +100,8 @@ class OpSpec:
         scalars: Arguments that are run-time numbers.
         layout_groups: Operands (read or written) that share one layout; a plan gives each group one.
         variants: Kernel variants, the default first.
+        offers: `offers(variant, key)`: whether a variant is a candidate of a key; the default always is.
         default_variant: The default for a key on a chip, where that is not always the first.
-        sources: Modules under `layout_tuner.kernels` whose text makes a variant's revision.
         moves_inputs: Whether time-axis operands are copied into the plan's layouts ahead of the launch; an op whose
             kernels read any layout leaves them (only OTHER is copied, to STRIDE_HV).
         reads_heads: Whether its kernels read whole rows of heads, so that no layout is a strided one to them and the
@@ -124,8 +124,8 @@ class OpSpec:
     scalars: tuple[str, ...] = ()
     layout_groups: tuple[tuple[str, ...], ...] = ()
     variants: tuple[str, ...]
+    offers: Callable[[str, Key], bool] = lambda variant, key: True
     default_variant: Callable[[Key, Chip], str] | None = None
-    sources: tuple[str, ...]
     moves_inputs: bool = True
     reads_heads: bool = False
     bind: Callable[[Problem, Candidate], Launch]
@@ -168,8 +168,8 @@ class OpSpec:
 
     @functools.cached_property
     def revision(self) -> str:
-        """Hash of the device sources: a candidate of another revision is another candidate."""
-        return source_revision(self.sources)
+        """Hash of kernels, tiles and launches: a candidate of another revision is another candidate."""
+        return source_revision(self.bind.__module__)
 
     def shape_of(self, output: Output) -> list[str]:
         """The symbols of an output's shape, states with K ahead of V."""
@@ -359,5 +359,6 @@ def candidates_of(spec: OpSpec, key: Key, revision: str) -> tuple[Candidate, ...
     return tuple(
         Candidate(variant=variant, plan=plan, revision=revision)
         for variant in spec.variants
+        if spec.offers(variant, key)
         for plan in spec.plans(key)
     )

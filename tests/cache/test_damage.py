@@ -286,3 +286,29 @@ def test_waiting_for_a_writer_ends(path, opened):
         assert caught.value.fault is Fault.BUSY
         assert 0.3 <= time.monotonic() - start < 5
         assert list(store.decisions()) == []
+
+
+SHORTENED = """
+import os, sys
+from layout_tuner.cache.sqlite.file import Store
+store = Store(sys.argv[1], immutable=sys.argv[2] == "immutable")
+len(list(store.decisions()))
+os.truncate(sys.argv[1], 4096)
+for _ in range(2):
+    try:
+        list(store.decisions())
+    except Exception as error:
+        print(type(error).__name__)
+"""
+
+
+@pytest.mark.parametrize("way", ["immutable", "own"])
+def test_a_file_that_gets_shorter_while_it_is_read_ends_no_process(path, make, opened, way):
+    store = opened(path)
+    for number in range(200):
+        store.publish(make.decision(T=number), make.environment)
+    store.close()
+    # A user's SQLite may be built to map files; ours never does.
+    done = subprocess.run([sys.executable, "-c", SHORTENED, path, way], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) <= {"StoreError"}  # none, where SQLite had the pages in memory

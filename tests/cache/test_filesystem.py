@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import shutil
 import sqlite3
 import subprocess
@@ -247,3 +248,41 @@ def test_hosts_of_one_name_share_a_folder_that_statfs_calls_nfs(tmp_path, path):
         check=True,
     )
     assert len(json.loads(shown.stdout)["decisions"]) == 20
+
+
+def test_what_another_host_stores_later_is_found(fast_path, make):
+    """Files are remembered by what they hold, until they change."""
+    path = fast_path / "decisions.sqlite"
+    with (
+        contextlib.closing(Store(host_file(path, "other"), journal="delete", host="other")) as other,
+        contextlib.closing(FolderStore(path, host="me")) as store,
+    ):
+        other.publish(make.decision(T=1), make.environment)
+        assert store.lookup(make.key(T=2), make.environment.id) is None
+        other.publish(make.decision(T=2), make.environment)
+        assert store.lookup(make.key(T=2), make.environment.id).host == "other"
+        assert store.lookup(make.key(T=1), make.environment.id).host == "other"
+        assert store.lookup(make.key(T=1), "another") is None
+
+
+def test_more_hosts_than_files_may_be_open(fast_path, make):
+    """Each host's file is looked at, whatever the limit, and none is dropped for want of a handle."""
+    path = fast_path / "decisions.sqlite"
+    with contextlib.closing(Store(host_file(path, "h0"), journal="delete", host="h0")) as first:
+        first.publish(make.decision(), make.environment)
+    for number in range(1, 150):
+        shutil.copy(host_file(path, "h0"), host_file(path, f"h{number}"))
+    with contextlib.closing(Store(host_file(path, "h149"), journal="delete", host="h149")) as last:
+        last.publish(make.decision(T=7), make.environment)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open(os.devnull) as lowest:
+        free = lowest.fileno()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 100, hard))
+    try:
+        with contextlib.closing(FolderStore(path, host="me")) as store:
+            for _ in range(2):
+                assert store.lookup(make.key(T=7), make.environment.id).host == "h149"
+            assert len(os.listdir("/proc/self/fd")) < free + 100
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not store._said

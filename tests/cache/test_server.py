@@ -332,19 +332,26 @@ def test_without_the_driver_the_file_serves(tmp_path, make, monkeypatch, caplog)
     layers.close()
 
 
+def signalled(processes, number):
+    """Sends a signal to processes; one of a connection that was just closed may be gone by now."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)
+
+
 @contextlib.contextmanager
 def frozen(server):
     """The server's processes stand still; their machine goes on to answer for them."""
     main = int((server.data / "postmaster.pid").read_text().split()[0])
-    children = subprocess.run(["pgrep", "-P", str(main)], capture_output=True, text=True).stdout.split()
-    every = [main, *map(int, children)]
-    for process in every:
-        os.kill(process, signal.SIGSTOP)
+    every = [main]
     try:
+        signalled(every, signal.SIGSTOP)  # first, so that no more of them come
+        children = subprocess.run(["pgrep", "-P", str(main)], capture_output=True, text=True).stdout.split()
+        every += map(int, children)
+        signalled(every[1:], signal.SIGSTOP)
         yield
     finally:
-        for process in every:
-            os.kill(process, signal.SIGCONT)
+        signalled(every, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("connected", [True, False])

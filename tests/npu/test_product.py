@@ -208,6 +208,32 @@ def test_mixed_devices_are_refused_before_any_launch(sim, operand, elsewhere):
     assert len(sim.launches()) == launched
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda x: {"cu_seqlens_cpu": torch.tensor([0, 6, T])}, r"cu_seqlens_cpu: wanted the values of cu_seqlens, "),
+        (lambda x: {"cu_seqlens_cpu": torch.tensor([0, T])}, r"cu_seqlens_cpu: wanted \[3\] as cu_seqlens on the CPU"),
+        (lambda x: {"cu_seqlens_cpu": x}, r"cu_seqlens_cpu: wanted \[3\] as cu_seqlens on the CPU, got \[3\] on npu:0"),
+        (lambda x: {"cu_seqlens": torch.tensor([0, 5, T + 1], device="npu")}, f"at most T={T}, got {T + 1}"),
+        (lambda x: {"cu_seqlens": torch.tensor([0, 9, 5, T], device="npu")}, r"never fall, got \[0, 9, 5, 21\]"),
+        (lambda x: {"cu_seqlens": x[None]}, r"cu_seqlens: "),
+        (lambda x: {"cu_seqlens": x.cpu()}, r"device.*cpu"),
+    ],
+    ids=["other values", "other length", "not on the host", "past the end", "falling", "two dimensions", "on the host"],
+)
+def test_wrong_starts_of_a_packed_batch_are_named(sim, change, said):
+    """Starts on the device, whose chunks an earlier call made; nothing is launched with other ones."""
+    q, k, v = (torch.randn(1, T, heads, 16).npu() for heads in (H, H, HV))
+    g, beta = -torch.rand(1, T, HV).npu(), torch.rand(1, T, HV).npu()
+    cu_seqlens = torch.tensor([0, 5, T], device="npu")
+    given = {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": torch.tensor([0, 5, T])}
+    ops.chunk_gated_delta_rule(q, k, v, g, beta, **given)
+    launched = len(sim.launches())
+    with pytest.raises(ValueError, match=said):
+        ops.chunk_gated_delta_rule(q, k, v, g, beta, **given | {"cu_seqlens_cpu": None} | change(cu_seqlens))
+    assert len(sim.launches()) == launched
+
+
 def test_an_op_runs_where_its_tensors_are(sim):
     """The current device need not be the tensors', and stays what it was."""
     given = arguments("npu:1")

@@ -20,12 +20,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
-import device_api
 import torch
-import triton_bridge
 
-import build
-
+from . import build, device_api, triton_bridge
 from .device_api import Properties
 from .triton_bridge import Cost, Launch
 

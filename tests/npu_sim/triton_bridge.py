@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import SimpleNamespace
 
-import device_api
 import numpy as np
 import torch
+
+from . import device_api
 
 
 @dataclass(frozen=True, kw_only=True)

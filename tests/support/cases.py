@@ -7,6 +7,7 @@ tokens before the first and after the last sequence.
 """
 
 import itertools
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -19,6 +20,8 @@ from layout_tuner.tuning import inputs
 from layout_tuner.tuning.experiment import Experiment
 
 SIZES = {"B": 2, "T": 67, "H": 1, "HV": 2, "K": 24, "V": 40}
+# Variants whose every kernel one of two others has; nightly tests run them over the matrix.
+PUT_TOGETHER = ("fused_forward",)
 MORE_HEADS = {"H": 2, "HV": 4}
 CU_SEQLENS = (3, 3, 20, 20, 72, 75)  # first token 3, two empty sequences
 T_PACKED = 80
@@ -41,10 +44,17 @@ def experiment_for(
     return Experiment(spec, key, device, replace(call, tensors=tensors))
 
 
-def faults(experiment: Experiment) -> list[str]:
-    """What the tuner finds wrong with any candidate: an error over its tolerance, or layouts that differ in a bit."""
+def faults(experiment: Experiment, variants: Collection[str] | None = None) -> list[str]:
+    """What the tuner finds wrong with any candidate: an error over its tolerance, or layouts that differ in a bit.
+
+    Args:
+        experiment: The candidates of a key.
+        variants: Which to look at; None: all but those that are put together from two others.
+    """
     found = []
     for candidate in experiment.spec.candidates(experiment.key):
+        if candidate.variant not in variants if variants is not None else candidate.variant in PUT_TOGETHER:
+            continue
         prepared = Prepared(experiment.spec, experiment.problem, candidate, experiment.call)
         check = experiment.check(prepared)
         if not check.right:

@@ -23,6 +23,7 @@ from ...spec.keys import Form
 from ...spec.layouts import Layout, LayoutPlan
 from ...spec.operands import SIZES
 from ...spec.packing import chunks_of
+from . import fused
 from .activations import BetaGate, RowNorm
 
 log = logging.getLogger(__name__)
@@ -85,9 +86,11 @@ class Chain:
     Args:
         problem: Key and chip of the whole op.
         layout: Of the cumulative gate, beta and their gradients, between the stages.
+        variant: `chain` runs stage after stage; `fused` keeps the state on the chip; `fused_forward` does so in the
+            forward alone.
     """
 
-    def __init__(self, problem: Problem, layout: Layout) -> None:
+    def __init__(self, problem: Problem, layout: Layout, variant: str = "chain") -> None:
         form = problem.form
         self.problem, self.layout, self.BT = problem, layout, problem.BT
         self.grad, self.gated = form.flag("grad"), problem.has("g")
@@ -107,20 +110,34 @@ class Chain:
             plan = LayoutPlan.of({"g": self.raw_layout, "out": layout})
             op = "gdn_gate_chunk_cumsum" if self.fused_gate else "chunk_local_cumsum"
             self.sum_gate = self._stage(op, {**raw, **bias, "output_dtype": "float32", "resets": "1"}, plan, raw_dtype)
-        self.intra = self._stage("chunk_gated_delta_rule_fwd_intra", {**gate, **beta})
-        self.fwd_h = self._stage("chunk_gated_delta_rule_fwd_h", {**gate, **state, **last, **v_first})
-        self.fwd_o = self._stage("chunk_fwd_o", {**gate, **v_first})
+        if variant != "chain":
+            self.inner_forward = fused.bind_forward(problem, layout)
+        else:
+            self.inner_forward = self._staged_forward
+            self.intra = self._stage("chunk_gated_delta_rule_fwd_intra", {**gate, **beta})
+            self.fwd_h = self._stage("chunk_gated_delta_rule_fwd_h", {**gate, **state, **last, **v_first})
+            self.fwd_o = self._stage("chunk_fwd_o", {**gate, **v_first})
         if self.grad:
             dht = {"dht": "float32"} if output_final_state and problem.key.dtype != "float32" else {}
             dht = {"dht": "1"} if output_final_state and not dht else dht
             h0 = {"h0": state_dtype} if state_dtype else {}
-            self.recompute_w_u = self._stage("recompute_w_u_fwd", {**gate, **beta})
-            self.recompute_h = self._stage("chunk_gated_delta_rule_fwd_h", {**gate, **state, **v_first})
-            self.dv_local = self._stage("chunk_bwd_dv_local", gate)
-            self.dhu = self._stage("chunk_gated_delta_rule_bwd_dhu", {**gate, **h0, **v_first})
-            self.dhu_last = self._stage("chunk_gated_delta_rule_bwd_dhu", {**gate, **h0, **dht, **v_first})
-            self.dqkwg = self._stage("chunk_bwd_dqkwg", {**gate, "w": "1", "dv": "1", **v_first})
-            self.wy_bwd = self._stage("prepare_wy_repr_bwd", {**gate, **beta})
+            if variant == "fused":
+                self.inner_backward = self._fused_backward
+                self.scores = fused.bind_scores(problem, layout)
+                self.states = fused.bind_states(problem, layout)
+                self.walk_back = fused.bind_walk_back(problem, layout, last=False)
+                self.walk_back_last = fused.bind_walk_back(problem, layout, last=True)
+                self.dqkwg = self._stage("chunk_bwd_dqkwg", {**gate, "w": "1", "dv": "1"})
+                self.inverse_backward = fused.bind_inverse_backward(problem, layout)
+            else:
+                self.inner_backward = self._staged_backward
+                self.recompute_w_u = self._stage("recompute_w_u_fwd", {**gate, **beta})
+                self.recompute_h = self._stage("chunk_gated_delta_rule_fwd_h", {**gate, **state, **v_first})
+                self.dv_local = self._stage("chunk_bwd_dv_local", gate)
+                self.dhu = self._stage("chunk_gated_delta_rule_bwd_dhu", {**gate, **h0, **v_first})
+                self.dhu_last = self._stage("chunk_gated_delta_rule_bwd_dhu", {**gate, **h0, **dht, **v_first})
+                self.dqkwg = self._stage("chunk_bwd_dqkwg", {**gate, "w": "1", "dv": "1", **v_first})
+                self.wy_bwd = self._stage("prepare_wy_repr_bwd", {**gate, **beta})
             if self.gated:
                 plan = LayoutPlan.of({"g": layout, "out": layout if self.fused_gate else Layout.STRIDE_HV})
                 summed = {**gate, "output_dtype": "float32", "reverse": "1"}
@@ -198,12 +215,27 @@ class Chain:
         elif self.gated:
             (G,) = self.sum_gate(g, RCP_LN2, *packed)
         strength = self.beta_gate.forward(beta)
-        w, u, A = self.intra(k, v, G, strength, *packed)
+        o, final_state, A = self.inner_forward(q, k, v, G, strength, initial_state, scale, packed)
+        saved = Saved(q, k, v, G, strength, A, initial_state, q_rstd, k_rstd, raw_g, A_log, dt_bias)
+        return o, final_state, saved
+
+    def _staged_forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        G: Tensor | None,
+        beta: Tensor,
+        initial_state: Tensor | None,
+        scale: float | None,
+        packed: fused.Packed,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Output, final state and A from the activated inputs and the cumulative gate, stage by stage."""
+        w, u, A = self.intra(k, v, G, beta, *packed)
         h, v_new, final_state = self.fwd_h(k, w, u, G, None, initial_state, *packed)
         del w, u
         (o,) = self.fwd_o(q, k, v_new, h, G, None, scale, *packed)
-        saved = Saved(q, k, v, G, strength, present(A), initial_state, q_rstd, k_rstd, raw_g, A_log, dt_bias)
-        return present(o), final_state, saved
+        return present(o), final_state, present(A)
 
     def backward_or_default(
         self,
@@ -288,26 +320,12 @@ class Chain:
         G = None if saved.g is None else layouts.in_layout(saved.g, self.layout)
         beta = layouts.in_layout(saved.beta, self.layout)
 
-        w, u = self.recompute_w_u(k, v, beta, A, G, *packed)
-        h, v_new, _ = self.recompute_h(k, w, u, G, None, initial_state, *packed)
-        del u
-        (dv_local,) = self.dv_local(q, k, do, G, None, None, scale, *packed)
-        if dht is None:
-            dh, dh0, du = self.dhu(q, k, w, do, dv_local, G, None, initial_state, None, scale, *packed)
-        else:
-            dh, dh0, du = self.dhu_last(q, k, w, do, dv_local, G, None, initial_state, dht, scale, *packed)
-        del dv_local
+        inverse = any(wanted[1:-1])
+        dq, dk, dv, dG, dbeta, dh0 = self.inner_backward(
+            q, k, v, G, beta, A, initial_state, do, dht, scale, any(wanted[:-1]), inverse, packed
+        )
         if not any(wanted[:-1]):
             return Gradients(None, None, None, None, None, None, None, dh0)
-        dq, dk, dw, dG = self.dqkwg(q, k, v_new, do, h, dh, w, G, None, du, scale, *packed)
-        del h, dh, v_new, w
-        dv = dbeta = None
-        if wants_k or wants_v or wants_g or wants_beta or wants_A or wants_bias:
-            dk_wy, dv, dbeta, dG_wy = self.wy_bwd(k, v, beta, A, dw, du, G, *packed)
-            present(dk).add_(present(dk_wy))
-            if dG is not None:
-                dG.add_(present(dG_wy))
-        del dw, du
         if self.row_norm is not None:
             norm = self.row_norm
             dq = norm.backward(q, present(saved.q_rstd), present(dq), cu_seqlens) if wants_q else None
@@ -325,6 +343,82 @@ class Chain:
             ddt_bias if wants_bias else None,
             dh0 if wants_h0 else None,
         )
+
+    def _staged_backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        G: Tensor | None,
+        beta: Tensor,
+        A: Tensor,
+        initial_state: Tensor | None,
+        do: Tensor,
+        dht: Tensor | None,
+        scale: float | None,
+        chunks: bool,
+        inverse: bool,
+        packed: fused.Packed,
+    ) -> tuple[Tensor | None, ...]:
+        """dq, dk, dv, dG, dbeta, dh0 of the activated inputs, stage by stage.
+
+        Args:
+            q, k, v, G, beta, A, initial_state, do, dht, scale: As the forward had them.
+            chunks: Whether anything but dh0 is wanted.
+            inverse: Whether anything but dq and dh0 is wanted.
+            packed: `cu_seqlens` and `chunk_indices`.
+        """
+        w, u = self.recompute_w_u(k, v, beta, A, G, *packed)
+        h, v_new, _ = self.recompute_h(k, w, u, G, None, initial_state, *packed)
+        del u
+        (dv_local,) = self.dv_local(q, k, do, G, None, None, scale, *packed)
+        if dht is None:
+            dh, dh0, du = self.dhu(q, k, w, do, dv_local, G, None, initial_state, None, scale, *packed)
+        else:
+            dh, dh0, du = self.dhu_last(q, k, w, do, dv_local, G, None, initial_state, dht, scale, *packed)
+        del dv_local
+        if not chunks:
+            return None, None, None, None, None, dh0
+        dq, dk, dw, dG = self.dqkwg(q, k, v_new, do, h, dh, w, G, None, du, scale, *packed)
+        del h, dh, v_new, w
+        dv = dbeta = None
+        if inverse:
+            dk_wy, dv, dbeta, dG_wy = self.wy_bwd(k, v, beta, A, dw, du, G, *packed)
+            present(dk).add_(present(dk_wy))
+            if dG is not None:
+                dG.add_(present(dG_wy))
+        return dq, dk, dv, dG, dbeta, dh0
+
+    def _fused_backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        G: Tensor | None,
+        beta: Tensor,
+        A: Tensor,
+        initial_state: Tensor | None,
+        do: Tensor,
+        dht: Tensor | None,
+        scale: float | None,
+        chunks: bool,
+        inverse: bool,
+        packed: fused.Packed,
+    ) -> tuple[Tensor | None, ...]:
+        """The same around one walk back over the chunks; see `kernels/fused_bwd.py`."""
+        P = self.scores(q, k, G, scale, packed)
+        walk_back = self.walk_back if dht is None else self.walk_back_last
+        dh, dx, dh0 = walk_back(q, k, do, G, beta, A, P, dht, scale, packed)
+        del P
+        if not chunks:
+            return None, None, None, None, None, dh0
+        h, v_new = self.states(k, v, G, beta, A, initial_state, packed)
+        dq, dk, y, dG = self.dqkwg(q, k, v_new, do, h, dh, None, G, None, dx, scale, *packed)
+        del h, dh
+        if not inverse:
+            return dq, dk, None, dG, None, dh0
+        dbeta = self.inverse_backward(k, v, G, beta, v_new, present(y), dx, present(dk), dG, packed)
+        return dq, dk, dx, dG, dbeta, dh0
 
     def _gate_gradients(
         self,

@@ -11,23 +11,27 @@ from ... import reference
 from ...spec.declaration import Candidate, Launch, OpSpec, Problem
 from ...spec.operands import Operand, Option, Output
 from ...spec.registry import register
+
+# The stages, which a chain looks up by name: with their sources it is another chain.
+from .. import bwd_dhu, dqkwg, dv_local, fwd_h, fwd_o, gate, intra, local_cumsum, recompute_w_u, wy_bwd  # noqa: F401
 from .chain import Chain, Gradients
 
 
 def _bind(problem: Problem, candidate: Candidate) -> Launch:
-    return Chain(problem, candidate.plan["g"] if problem.has("g") else candidate.plan["beta"])
+    layout = candidate.plan["g"] if problem.has("g") else candidate.plan["beta"]
+    return Chain(problem, layout, candidate.variant)
 
 
 def _reference(
     do: Tensor | None, dht: Tensor | None, grad: bool, A_log: Tensor | None, dt_bias: Tensor | None, **named: Any
 ) -> tuple[Tensor | None, ...]:
     """Output, final state and every gradient, from the oracles of the stages."""
-    gate: dict[str, Any] = {"A_log": A_log, "dt_bias": dt_bias}
-    o, final_state = reference.chunk_gated_delta_rule(**named, **gate)
+    parameters: dict[str, Any] = {"A_log": A_log, "dt_bias": dt_bias}
+    o, final_state = reference.chunk_gated_delta_rule(**named, **parameters)
     if not grad or do is None:
         return (o, final_state, *[None] * len(Gradients._fields))
     named.pop("output_final_state")
-    found = reference.chunk_gated_delta_rule_bwd(**named, **gate, do=do, dht=dht)
+    found = reference.chunk_gated_delta_rule_bwd(**named, **parameters, do=do, dht=dht)
     return (o, final_state, *[getattr(found, name) for name in Gradients._fields])
 
 
@@ -105,24 +109,8 @@ SPEC = register(
         ),
         scalars=("scale",),
         layout_groups=(("g", "beta"),),
-        variants=("chain",),
-        sources=(
-            "beta",
-            "bwd_dhu",
-            "dqkwg",
-            "dv_local",
-            "fwd_h",
-            "fwd_o",
-            "gate",
-            "intra",
-            "kkt",
-            "l2norm",
-            "local_cumsum",
-            "recompute_w_u",
-            "solve_tril",
-            "state",
-            "wy_bwd",
-        ),
+        variants=("chain", "fused_forward", "fused"),
+        offers=lambda variant, key: variant != "fused_forward" or key.form.flag("grad"),
         moves_inputs=False,
         bind=_bind,
         reference=_reference,
