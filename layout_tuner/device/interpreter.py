@@ -8,27 +8,16 @@ Its `tl.dot` multiplies the raw 16-bit integers of bfloat16 operands in every re
 from __future__ import annotations
 
 import functools
-import os
-import threading
 from typing import Any
 
 import torch
 
 from ..errors import UnsupportedProblemError
+from ..forking import ProcessLock
 from .driver import triton_distribution
 
 # Held while the interpreter runs a kernel: Triton keeps the program that runs in globals, one for all threads.
-interpreter_lock = threading.RLock()
-
-
-def _after_fork() -> None:
-    """Give a child a lock of its own: a thread that is not there any more may have held the parent's."""
-    global interpreter_lock
-    interpreter_lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+interpreter_lock = ProcessLock()
 
 
 def interpreted(kernel: object) -> bool:

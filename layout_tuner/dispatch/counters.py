@@ -9,12 +9,12 @@ from __future__ import annotations
 import collections
 import functools
 import math
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ..forking import ProcessLock
 from ..launch.tally import Tally
 from ..tuning.timing import Interval
 
@@ -127,7 +127,7 @@ class Tallies(dict[tuple[object, ...], Tally]):
             self.clear()
 
 
-_lock = threading.RLock()
+_lock = ProcessLock()
 _live: dict[int, Tallies] = {}
 _past: dict[tuple[object, ...], Tally] = {}
 _tunings: collections.Counter[str] = collections.Counter()
@@ -148,12 +148,6 @@ def reset() -> None:
             for tally in tallies.values():
                 tally.flushed -= tally.calls  # what is not recorded yet stays to be recorded
                 tally.calls = tally.missed = 0
-
-
-def after_fork() -> None:
-    """Give a child a lock of its own: a thread that is not there any more may have held it."""
-    global _lock
-    _lock = threading.RLock()
 
 
 def together() -> list[Tally]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import threading
 import weakref
 from datetime import UTC, datetime
@@ -17,6 +16,7 @@ from typing import Protocol
 
 from layout_tuner.cache.records import MissRecord
 
+from ..forking import ProcessLock, in_child
 from ..launch.tally import Tally
 from ..tuning.records import key_record
 
@@ -36,7 +36,7 @@ class MissLog:
 
     def __init__(self) -> None:
         self._watched: dict[int, tuple[Tally, Recorder]] = {}
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         _logs.add(self)
 
     def watch(self, tally: Tally, store: Recorder) -> None:
@@ -74,7 +74,6 @@ class MissLog:
 
     def forget(self) -> None:
         """In a child: what was counted so far is the parent's to write."""
-        self._lock = threading.Lock()
         for tally, _ in list(self._watched.values()):
             tally.flushed = tally.calls
 
@@ -111,7 +110,9 @@ def _at_exit() -> None:
     flush()
 
 
-def _after_fork() -> None:
+@in_child
+def _forget() -> None:
+    """In a child: no thread writes yet, and nothing is to be written."""
     global _thread, _stop
     _thread, _stop = None, threading.Event()
     for each in list(_logs):
@@ -119,5 +120,3 @@ def _after_fork() -> None:
 
 
 atexit.register(_at_exit)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

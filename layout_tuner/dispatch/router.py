@@ -13,8 +13,6 @@ from __future__ import annotations
 import atexit
 import itertools
 import logging
-import os
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -26,6 +24,7 @@ from ..device import driver, interpreter
 from ..device.environment import environment
 from ..device.failures import classify, first_line
 from ..errors import PackingError
+from ..forking import ProcessLock, in_child
 from ..launch.guards import Scalars, Signature
 from ..launch.guards import signature as signature_of
 from ..launch.prepared import Prepared
@@ -38,7 +37,6 @@ from ..spec.keys import Key, bucketed
 from ..spec.operands import Call, Outputs, Value
 from ..tuning.deadline import FamilyLock
 from ..tuning.timing import Timer
-from . import counters
 from .choices import Choice, Choices, Policy, saved_by
 from .known import Known, Memory
 from .misses import MissLog
@@ -385,7 +383,7 @@ _current: Router = _DEFAULT
 _last = _DEFAULT.prepared.last  # the current router's; one look-up less at every call
 _entries: dict[int, Router] = {}
 _tickets = itertools.count()
-_stack_lock = threading.Lock()
+_stack_lock = ProcessLock()
 
 
 def activate(router: Router) -> None:
@@ -441,11 +439,9 @@ def current() -> Router:
     return _current
 
 
-def _after_fork() -> None:
-    """Give a child locks of its own: a thread that is not there any more may have held one."""
-    global _stack_lock
-    _stack_lock = threading.Lock()
-    counters.after_fork()
+@in_child
+def _renew_locks() -> None:
+    """Gives the routers of a child new locks: another thread of its parent may have held one at the fork."""
     for router in _routers:
         router._lock = FamilyLock()
 
@@ -457,8 +453,6 @@ def _at_exit() -> None:
 
 
 atexit.register(_at_exit)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 def call_by(

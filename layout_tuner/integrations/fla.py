@@ -15,10 +15,8 @@ import functools
 import importlib.metadata
 import importlib.util
 import logging
-import os
 import re
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +24,7 @@ from typing import Any
 
 from ..dispatch.router import Router
 from ..errors import ConfigError
+from ..forking import ProcessLock
 from .rivalry import Rivalry, rivalry
 from .takeover import Takeover, aside, available, fallthroughs, serve, served, yielded
 
@@ -55,17 +54,7 @@ HOMES: dict[str, tuple[str, str | None]] = {
     "solve_tril": ("fla.ops.utils.solve_tril", None),
 }
 
-_lock = threading.RLock()
-
-
-def _after_fork() -> None:
-    """Give a child a lock of its own: a thread that is not there any more may have held the parent's."""
-    global _lock
-    _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+_lock = ProcessLock()
 
 
 @functools.cache

@@ -11,7 +11,6 @@ import collections
 import inspect
 import logging
 import numbers
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from ..device import interpreter
 from ..dispatch import router
 from ..dispatch.counters import Library, count_library
 from ..dispatch.router import Router
+from ..forking import ProcessLock
 from ..ops.local_cumsum import output_dtype_name
 from ..spec import registry
 from ..spec.keys import Key
@@ -44,7 +44,7 @@ TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 # -- counts ----------------------------------------------------------------------------------------------------
 
-_lock = threading.RLock()
+_lock = ProcessLock()
 _served: collections.Counter[str] = collections.Counter()
 _yielded: collections.Counter[str] = collections.Counter()
 _fallthroughs: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -69,16 +69,6 @@ def fallthroughs() -> dict[tuple[str, str], int]:
 
 
 count_library(Library(served, yielded, fallthroughs))
-
-
-def _after_fork() -> None:
-    """Give a child a lock of its own: a thread that is not there any more may have held it."""
-    global _lock
-    _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 # -- when the backend serves -----------------------------------------------------------------------------------

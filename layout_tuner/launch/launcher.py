@@ -7,7 +7,6 @@ of some kind goes through Triton, which compiles; the next ones launch what it c
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import Any
 from ..device import driver, interpreter
 from ..device.failures import classify, first_line
 from ..errors import REFUSAL, REFUSED
+from ..forking import ProcessLock, in_child
 from . import direct
 from .direct import Constant as Constant
 from .direct import DirectLaunch
@@ -48,18 +48,14 @@ Handler = Callable[[LaunchRecord], None]
 
 _intercepting = threading.local()
 _interceptors = 0  # of all threads: one global is all that a launch asks while nobody intercepts
-_interceptors_lock = threading.RLock()
+_interceptors_lock = ProcessLock()
 
 
-def _after_fork() -> None:
-    """Give a child a lock of its own, and count only the thread that forked: the others are not there any more."""
-    global _interceptors, _interceptors_lock
-    _interceptors_lock = threading.RLock()
+@in_child
+def _count_anew() -> None:
+    """Counts, in a child, only what the thread that forked intercepts: the other threads are not there any more."""
+    global _interceptors
     _interceptors = getattr(_intercepting, "depth", 0)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 @contextmanager

@@ -10,14 +10,13 @@ kernels bound what they read from lists, so that such a write costs results and 
 
 from __future__ import annotations
 
-import os
-import threading
 import weakref
 from typing import NamedTuple
 
 import torch
 
 from ..errors import PackingError
+from ..forking import ProcessLock
 
 
 class _Chunks(NamedTuple):
@@ -31,19 +30,9 @@ class _Chunks(NamedTuple):
     last: int
 
 
-_lock = threading.RLock()
+_lock = ProcessLock()
 # By the tensor's identity and chunk size; a buffer that is written to again and again has the newest lists alone.
 _memo: dict[tuple[int, int], _Chunks] = {}
-
-
-def _after_fork() -> None:
-    """Give a child a lock of its own: a thread that is not there any more may have held the parent's."""
-    global _lock
-    _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 def prepare_chunk_indices(

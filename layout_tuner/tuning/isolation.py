@@ -33,6 +33,7 @@ from ..device import driver, interpreter
 from ..device.environment import environment
 from ..device.failures import Failure
 from ..errors import DeviceLostError, TuningError, UnsupportedProblemError
+from ..forking import ProcessLock, in_child
 from ..spec.declaration import OpSpec
 from ..spec.keys import Key
 from .tuner import Measurement, Outcome
@@ -255,7 +256,7 @@ def _end_all() -> None:
 
 Job = Callable[[], None]
 
-_lock = threading.Lock()
+_lock = ProcessLock()
 _waiting: dict[torch.device, queue.SimpleQueue[Job]] = {}
 
 
@@ -294,13 +295,8 @@ def idle(seconds: float) -> bool:
     return True
 
 
-def _after_fork() -> None:
-    """A child has none of the threads and none of the processes."""
-    global _lock
-    _lock = threading.Lock()
+@in_child
+def _forget() -> None:
+    """A child has none of its parent's threads, and its parent's processes are not its own to end."""
     _waiting.clear()
     _children.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
