@@ -30,10 +30,8 @@ class Known:
     ) -> None:
         check = guard(tensors)
         launch = prepared.launch if prepared.direct else prepared
-        self.fits: Fits = fitting(signature, check)
-        self.run: Run = running(
-            signature, check, launch, len(spec.scalars), spread=prepared.direct, tally=prepared.tally
-        )
+        self.fits: Fits = fitting(spec, signature, check)
+        self.run: Run = running(spec, signature, check, launch, spread=prepared.direct, tally=prepared.tally)
         self.signature = signature
         self.prepared = prepared
 

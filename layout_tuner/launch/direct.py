@@ -11,16 +11,15 @@ The check and the launch are one generated function per set of facts: unrolled, 
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any, Literal
 
 import torch
 
 from ..device import driver
+from .generated import define, distinct
 
 log = logging.getLogger(__name__)
 
@@ -218,19 +217,34 @@ def direct_launch(
         `launch(grid, *arguments) -> bool`.
     """
     device, each = known
+    values = list(reordered(kernel, constants).items()) if how.constants else []
+    own = (
+        "launch",
+        "grid",
+        "start",
+        "stream",
+        "device",
+        "kernel",
+        *names,
+        "type",
+        "float",
+        "AttributeError",
+        "TypeError",
+    )
+    wanted = [*[parameter.name for parameter in kernel.params[: len(each)]], *[name for name, _ in values]]
+    called = distinct(wanted, own, (AT, DTYPE))
+    arguments, passed = called[: len(each)], called[len(each) :]
     scope: dict[str, Any] = {**names, "kernel": kernel, "stream": driver.raw_stream(), "device": device}
-    scope |= {f"t{i}": fact[0] for i, fact in enumerate(each) if isinstance(fact, tuple)}
-    values = list(reordered(kernel, constants).values()) if how.constants else []
-    scope |= {f"c{i}": value for i, value in enumerate(values)}
-    exec(code(source(how, each, len(values))), scope)
-    made: DirectLaunch = scope["launch"]
+    scope |= {f"{x}{DTYPE}": fact[0] for x, fact in zip(arguments, each) if isinstance(fact, tuple)}
+    scope |= {name: value for name, (_, value) in zip(passed, values, strict=True)}
+    text = source(how, dict(zip(arguments, each, strict=True)), passed)
+    made: DirectLaunch = define("launch", text, f"a launch of {name_of(kernel)}", scope)
     return made
 
 
-@functools.cache
-def code(text: str) -> CodeType:
-    """A source, compiled once: kernels of one form share it."""
-    return compile(text, "<direct launch>", "exec")
+def name_of(kernel: Any) -> str:
+    """A kernel's name."""
+    return str(getattr(kernel, "__name__", "a kernel"))
 
 
 class AsNamed(dict[str, str]):
@@ -240,41 +254,47 @@ class AsNamed(dict[str, str]):
         return name
 
 
-def source(how: Style, each: Sequence[object], constants: int) -> str:
+# What a launch calls the address of an argument, and the dtype that the kernel was compiled for.
+AT, DTYPE = "_at", "_dtype"
+
+
+def source(how: Style, each: Mapping[str, object], constants: Sequence[str]) -> str:
     """The text of a direct launch.
 
     Args:
         how: The style of this Triton.
-        each: Facts of each argument.
-        constants: How many compile-time constants the launcher takes.
+        each: Facts of each argument, by its name.
+        constants: Names of the compile-time constants that the launcher takes.
     """
-    arguments = [f"a{i}" for i in range(len(each))]
-    tensors = [i for i, fact in enumerate(each) if isinstance(fact, tuple)]
-    numbers = [f"a{i}" for i, fact in enumerate(each) if fact is int]
-    conditions = [f"a{tensors[0]}.get_device() == device"]
-    conditions += [f"a{i}.dtype is t{i}" for i in tensors]
-    conditions += [f"a{i} is None" for i, fact in enumerate(each) if fact is None]
-    conditions += [f"type(a{i}) is float" for i, fact in enumerate(each) if fact is float]
+    tensors = {x: fact[1] for x, fact in each.items() if isinstance(fact, tuple)}
+    numbers = [x for x, fact in each.items() if fact is int]
+    conditions = [f"{next(iter(tensors))}.get_device() == device"]
+    conditions += [f"{x}.dtype is {x}{DTYPE}" for x in tensors]
+    conditions += [f"{x} is None" for x, fact in each.items() if fact is None]
+    conditions += [f"type({x}) is float" for x, fact in each.items() if fact is float]
     conditions += [f"0 <= {' | '.join(numbers)} <= {INT32_MAX}"] if numbers else []
     conditions += [f"0 < grid <= {how.most_programs}", how.quiet.format_map(AsNamed())]
-    aligned = [f"p{i}" for i in tensors if each[i][1] is True]  # type: ignore[index]
-    shifted = [f"p{i}" for i in tensors if each[i][1] is False]  # type: ignore[index]
+    aligned = [f"{x}{AT}" for x, at in tensors.items() if at is True]
+    shifted = [f"{x}{AT}" for x, at in tensors.items() if at is False]
     alignment = [f"not ({' | '.join(aligned)}) % {ALIGNMENT}"] if aligned else []
-    alignment += [f"{pointer} % {ALIGNMENT}" for pointer in shifted]
-    handed = [f"p{i}" if i in tensors and how.addresses else f"a{i}" for i in range(len(each))]
-    handed += [f"c{i}" for i in range(constants)]
+    alignment += [f"{address} % {ALIGNMENT}" for address in shifted]
+    handed = [f"{x}{AT}" if x in tensors and how.addresses else x for x in each]
     return "\n".join(
-        itertools.chain(
-            [f"def launch(grid, {', '.join(arguments)}):"],
-            ["    try:"],
-            [f"        if not ({' and '.join(conditions)}):"],
-            ["            return False"],
-            [f"        p{i} = a{i}.data_ptr()" for i in tensors],
-            ["    except (AttributeError, TypeError):"],  # another kind of argument than these facts say
-            ["        return False"],
-            [f"    if not ({' and '.join(alignment) or 'True'}):"],
-            ["        return False"],
-            [f"    start({how.call.format_map(AsNamed(stream='stream(device)'))}, {', '.join(handed)})"],
-            ["    return True"],
-        )
+        [
+            f"def launch(grid, {', '.join(each)}):",
+            "    try:",
+            "        if not (",
+            f"            {conditions[0]}",
+            *[f"            and {condition}" for condition in conditions[1:]],
+            "        ):",
+            "            return False",
+            *[f"        {x}{AT} = {x}.data_ptr()" for x in tensors],
+            "    except (AttributeError, TypeError):  # another kind of argument than was compiled for",
+            "        return False",
+            f"    if not ({' and '.join(alignment) or 'True'}):",
+            "        return False",
+            f"    start({how.call.format_map(AsNamed(stream='stream(device)'))}, {', '.join([*handed, *constants])})",
+            "    return True",
+            "",
+        ]
     )

@@ -14,6 +14,8 @@ They refuse whatever torch traces, transforms or watches, too; Python asks for t
 from __future__ import annotations
 
 import functools
+import itertools
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -22,6 +24,7 @@ import torch
 from ..spec.declaration import OpSpec
 from ..spec.operands import Outputs, Value
 from ..spec.watched import plain
+from .generated import define, distinct
 from .tally import UNROUTED, Tally
 
 Signature = tuple[object, ...]
@@ -101,60 +104,89 @@ def time_axes(spec: OpSpec) -> tuple[bool, ...]:
     return tuple(operand.time_axis for operand in spec.operands)
 
 
-def fitting(known: Signature, check: Check | None = None) -> Fits:
+class Names(NamedTuple):
+    """What a generated text calls the parts of a call.
+
+    Attributes:
+        about: What calls, for tracebacks.
+        operands: Names of the operands.
+        options: Names of the options.
+        scalars: Names of the numbers.
+    """
+
+    about: str
+    operands: tuple[str, ...]
+    options: tuple[str, ...] = ()
+    scalars: tuple[str, ...] = ()
+
+
+@functools.cache
+def names(spec: OpSpec) -> Names:
+    """The names that an op's declaration gives."""
+    operands = tuple(operand.name for operand in spec.operands)
+    return Names(spec.name, operands, tuple(option.name for option in spec.options), spec.scalars)
+
+
+def fitting(spec: OpSpec, known: Signature, check: Check | None = None) -> Fits:
     """The test for calls of one signature: `fits(operands, options, cu_seqlens, chunk_indices)`.
 
     An operand that is no tensor fails it.
 
     Args:
+        spec: The op.
         known: What `signature` made of a call.
         check: The `guard` of its operands; without one Python alone compares.
     """
-    made: Fits = generated(known, check, "fits", None, 0)
+    made: Fits = made_for(names(spec), known, check, "fits", None)
     return made
 
 
-def fitting_tensors(known: Sequence[Facts | None], check: Check | None = None) -> Callable[[Operands], bool]:
+def fitting_tensors(
+    names: Sequence[str], known: Sequence[Facts | None], check: Check | None = None
+) -> Callable[[Operands], bool]:
     """The test for tensors of these facts alone.
 
     Args:
+        names: What the test calls them.
         known: What `facts` made of tensors.
         check: Their `guard`.
     """
-    fits = fitting(("", (), (), None, None, *known), check)
-    return lambda tensors: fits(tensors, (), None, None)
+    fits = made_for(Names("a prepared list", tuple(names)), ("", (), (), None, None, *known), check, "fits", None)
+    return lambda tensors: bool(fits(tensors, (), None, None))
 
 
 def running(
+    spec: OpSpec,
     known: Signature,
     check: Check | None,
     launch: Callable[..., Outputs],
-    scalars: int,
     *,
     spread: bool,
     tally: Tally = UNROUTED,
 ) -> Run:
     """Test and launch at once: `run(operands, options, scalars, cu_seqlens, chunk_indices)`, None where none fits.
 
+    A number that is neither a float nor None does not fit.
+
     Args:
+        spec: The op.
         known: What `signature` made of a call.
         check: The `guard` of its operands.
         launch: What runs a call that fits.
-        scalars: How many numbers it takes; one that is neither a float nor None does not fit.
         spread: Whether `launch` takes all of a call one by one; else operands, scalars and what describes a packed
             batch.
         tally: Counts the calls that fit.
     """
-    made: Run = generated(known, check, "spread" if spread else "whole", launch, scalars, tally)
+    made: Run = made_for(names(spec), known, check, "spread" if spread else "whole", launch, tally)
     return made
 
 
-def generated(
+def made_for(
+    names: Names,
     known: Signature,
     check: Check | None,
     does: Does,
     launch: Callable[..., Outputs] | None,
-    scalars: int,
     tally: Tally = UNROUTED,
 ) -> Callable[..., Any]:
     """The function of `fitting` or `running`."""
@@ -163,7 +195,7 @@ def generated(
     facts = [None if fact is None else Facts(*fact) for fact in tensors]  # type: ignore[misc]
     patterns = tuple(None if fact is None else pattern(fact) for fact in facts)
     compared = [part for fact in facts if fact is not None for part in (*fact[:2], place(fact), fact.memory)]
-    make = maker(patterns, len(options), check is not None, does, scalars)
+    make = maker(names, patterns, check is not None, does)
     made: Callable[..., Any] = make(*options, check, launch, tally, *compared)
     return made
 
@@ -248,58 +280,79 @@ def conditions(x: str, how: Pattern, dims: int) -> list[str]:
     ]
 
 
+def all_of(conditions: Sequence[str]) -> str:
+    """The condition that all hold, one a line."""
+    return "\nand ".join(conditions)
+
+
+# What the text below calls things itself.
+WORDS = (
+    "make", "fits", "run", "operands", "options", "scalars", "check", "launch", "tally", "plain", "fitting",
+    "type", "float", "AttributeError", "RuntimeError",
+)  # fmt: skip
+WANTED = "_wanted"
+
+
 @functools.cache
-def maker(
-    patterns: tuple[Pattern | None, ...], options: int, guarded: bool, does: Does, scalars: int
-) -> Callable[..., Any]:
-    """The function that makes a test of what it compares with.
+def maker(names: Names, patterns: tuple[Pattern | None, ...], guarded: bool, does: Does) -> Callable[..., Any]:
+    """The function that makes a test of what it compares with; `generated` shows one.
 
     Args:
+        names: What to call things.
         patterns: Of `cu_seqlens`, `chunk_indices` and the operands; None for what is not given.
-        options: How many options a call has.
         guarded: Whether torch's guards compare the operands first.
         does: `fits` tests; `spread` and `whole` launch what passes.
-        scalars: How many numbers a launch takes.
     """
-    operands = [f"x{i}" for i in range(len(patterns) - 2)]
-    numbers = [f"s{i}" for i in range(scalars)]
-    chosen, wanted = [f"o{i}" for i in range(options)], [f"w{i}" for i in range(options)]
-    names = ["cu_seqlens", "chunk_indices", *operands]
+    endings = [*[f"_{fact}" for fact in Facts._fields], WANTED]
+    called = distinct(["cu_seqlens", "chunk_indices", *sum(names[1:], ())], WORDS, endings)
+    parts = iter(called)
+    cu_seqlens, chunk_indices = itertools.islice(parts, 2)
+    operands, options, scalars = ([*itertools.islice(parts, len(part))] for part in names[1:])
+    tensors = [cu_seqlens, chunk_indices, *operands]
     tests: dict[str, list[str]] = {}
-    for dims, (x, how) in enumerate(zip(names, patterns), start=1):
+    for dims, (x, how) in enumerate(zip(tensors, patterns, strict=True), start=1):
         tests[x] = [f"{x} is None"] if how is None else conditions(x, how, dims)
     given = [x for x, how in zip(operands, patterns[2:]) if how is not None]
     # The main tensor's shape is what differs most often.
-    compared = " and ".join([test for x in given for test in tests[x]] + [f"plain({', '.join(given)})"])
-    if guarded:
-        compared = f"(check({', '.join(given)}) or {compared})"
+    compared = [*[test for x in given for test in tests[x]], f"plain({', '.join(given)})"]
     ordered = [test for x in operands if x not in given for test in tests[x]]
-    ordered += [*tests["cu_seqlens"], *tests["chunk_indices"]]
-    ordered += [f"(o{i} is w{i} or (type(o{i}) is type(w{i}) and o{i} == w{i}))" for i in range(options)]
+    ordered += [*tests[cu_seqlens], *tests[chunk_indices]]
+    ordered += [
+        f"(\n    {o} is {o}{WANTED}\n    or type({o}) is type({o}{WANTED})\n    and {o} == {o}{WANTED}\n)"
+        for o in options
+    ]
     if does != "fits":
-        ordered += [f"(type({s}) is float or {s} is None)" for s in numbers]
-    facts = [f"{x}_{fact}" for x, how in zip(names, patterns) if how is not None for fact in Facts._fields]
-    taken = "operands, options, cu_seqlens, chunk_indices"
-    answer, counted = "fitting", ""
-    if does != "fits":
-        taken = "operands, options, scalars, cu_seqlens, chunk_indices"
-        handed = ", ".join([*operands, *numbers]) if does == "spread" else "operands, scalars"
-        answer = f"launch({handed}, cu_seqlens, chunk_indices) if fitting else None"
-        counted = "if fitting: tally.calls += 1"
-    text = f"""
-def make({"".join(f"{w}, " for w in wanted)}check, launch, tally, {", ".join(facts)}):
-    def test({taken}):
-        {", ".join(operands)}, = operands
-        {f"{', '.join(chosen)}, = options" if chosen else ""}
-        {f"{', '.join(numbers)}, = scalars" if numbers and does != "fits" else ""}
-        try:
-            fitting = {" and ".join([*ordered, compared])}
-        except (AttributeError, RuntimeError):  # of what is no tensor, and of nested and sparse ones
-            fitting = False
-        {counted}
-        return {answer}
-    return test
-"""
-    scope: dict[str, Callable[..., Any]] = {"plain": plain}
-    exec(text, scope)
-    return scope["make"]
+        ordered += [f"(type({s}) is float or {s} is None)" for s in scalars]
+    if guarded:
+        same = textwrap.indent(all_of(compared), " " * 8)
+        ordered += [f"(\n    check({', '.join(given)})\n    or (\n{same}\n    )\n)"]
+    else:
+        ordered += compared
+    facts = [f"{x}_{fact}" for x, how in zip(tensors, patterns) if how is not None for fact in Facts._fields]
+    made = [*[f"{o}{WANTED}" for o in options], "check", "launch", "tally", *facts]
+    name = "fits" if does == "fits" else "run"
+    taken = ["operands", "options", *([] if does == "fits" else ["scalars"]), "cu_seqlens", "chunk_indices"]
+    body = [f"{', '.join(operands)}, = operands"]
+    body += [f"{', '.join(options)}, = options"] if options else []
+    body += [f"{', '.join(scalars)}, = scalars"] if scalars and does != "fits" else []
+    body += [
+        "try:",
+        "    fitting = (",
+        textwrap.indent(all_of(ordered), " " * 8),
+        "    )",
+        "except (AttributeError, RuntimeError):  # of what is no tensor, and of nested and sparse ones",
+        "    fitting = False",
+    ]
+    if does == "fits":
+        body += ["return fitting"]
+    else:
+        handed = [*operands, *scalars] if does == "spread" else ["operands", "scalars"]
+        body += [
+            "if not fitting:",
+            "    return None",
+            "tally.calls += 1",
+            f"return launch({', '.join([*handed, 'cu_seqlens', 'chunk_indices'])})",
+        ]
+    inner = textwrap.indent("\n".join(body), " " * 8)
+    text = f"def make({', '.join(made)}):\n    def {name}({', '.join(taken)}):\n{inner}\n    return {name}\n"
+    return define("make", text, f"{'a test' if does == 'fits' else 'a hit'} of {names.about}", {"plain": plain})

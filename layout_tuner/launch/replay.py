@@ -24,6 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..device import driver, interpreter
 from . import direct, guards, launcher
+from .direct import AT
+from .generated import define, distinct
 
 Tensors = tuple[Tensor | None, ...]
 Function = Callable[..., Tensors]
@@ -47,7 +49,6 @@ class Memory:
     """Memory of the record.
 
     Attributes:
-        name: Of the tensor that owns it, in the generated text.
         bytes: Its size, as an allocator rounds it.
         whole: The tensor that it was made as.
         given: Whether the caller owns it.
@@ -55,9 +56,9 @@ class Memory:
         owner: The tensor that has to own it; None while nothing but addresses is wanted.
         first: The step that uses it first; -1: none does.
         last: The step that uses it last; what is returned is in use after all of them.
+        name: Of the tensor that owns it, in the generated text.
     """
 
-    name: str
     bytes: int
     whole: View
     given: bool = False
@@ -65,6 +66,7 @@ class Memory:
     owner: View | None = None
     first: int = -1
     last: int = -1
+    name: str = ""
 
     def use(self, step: int) -> None:
         """Note a use."""
@@ -122,13 +124,13 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.alive: list[Tensor] = []  # freed, one would give its identity to another
         for tensor in given:
             if tensor is not None:
-                self.remember(tensor, "x").given = True
+                self.remember(tensor).given = True
 
-    def remember(self, tensor: Tensor, kind: str) -> Memory:
+    def remember(self, tensor: Tensor) -> Memory:
         """Take note of new memory."""
         storage = tensor.untyped_storage()
         size = -(-storage.nbytes() // BLOCK) * BLOCK
-        memory = Memory(f"{kind}{len(self.memories)}", size, None)  # type: ignore[arg-type]
+        memory = Memory(size, None)  # type: ignore[arg-type]
         self.memories[storage._cdata] = memory
         memory.whole = self.view(tensor)
         self.alive.append(tensor)
@@ -169,7 +171,7 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         named = kwargs or {}
         result = func(*args, **named)
         if func in ALLOCATIONS:
-            self.remember(result, "m")
+            self.remember(result)
             return result
         in_place = func._schema.is_mutable
         results = result if isinstance(result, (list, tuple)) else [result]
@@ -182,7 +184,7 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         arguments = tuple([self.own(x) if isinstance(x, Tensor) else x for x in args])
         made = None
         if not in_place:
-            self.remember(result, "m").made = True
+            self.remember(result).made = True
             made = self.own(result)
         # A method of a tensor costs less than an operator of torch.
         method = getattr(Tensor, func._schema.name.removeprefix("aten::"), func)
@@ -297,10 +299,8 @@ def prepare(function: Function, tensors: Tensors, settings: tuple[Hashable, ...]
     text = Text(record, device).of(given, results)
     if text is None:
         return None
-    scope: dict[str, Any] = text.scope
-    exec(compile(text.text, "<prepared list>", "exec"), scope)
-    fits = guards.fitting_tensors(guards.facts(tensors), guards.guard(tensors))
-    return List(fits, scope["run"], text.text)
+    fits = guards.fitting_tensors(text.given, guards.facts(tensors), guards.guard(tensors))
+    return List(fits, define("run", text.text, "a prepared list", text.scope), text.text)
 
 
 def stand_in(tensor: Tensor) -> Tensor:
@@ -309,10 +309,11 @@ def stand_in(tensor: Tensor) -> Tensor:
 
 
 class Written(NamedTuple):
-    """A generated text and what it names."""
+    """A generated text, what it names, and what it calls the given tensors."""
 
     text: str
     scope: dict[str, Any]
+    given: list[str]
 
 
 class Text:
@@ -333,14 +334,36 @@ class Text:
             "byte": torch.uint8,
         }
         self.addresses: dict[Memory, str] = {}
+        self.used = {*self.scope, "run", "tensors", "stream", "absent"}
+        self.constants: dict[int, str] = {}  # by identity; the scope keeps them alive
+        self.name_memories()
 
-    def constant(self, value: object) -> str:
-        """A name for a value."""
-        if value is None or type(value) in (bool, int):
-            return repr(value)
-        name = f"c{len(self.scope)}"
-        self.scope[name] = value
+    def name(self, wanted: str) -> str:
+        """A name that stands for nothing yet, nor does the name of its address."""
+        (name,) = distinct([wanted], self.used, (AT,))
+        self.used |= {name, name + AT}
         return name
+
+    def name_memories(self) -> None:
+        """Names each memory after the parameter of the first kernel that takes it."""
+        for step in self.record.steps:
+            if isinstance(step, Launched):
+                assert step.bound.parameters is not None
+                for parameter, argument in zip(step.bound.parameters, step.arguments, strict=True):
+                    if isinstance(argument, View) and not argument.memory.name:
+                        argument.memory.name = self.name(parameter.name)
+        for memory in self.record.memories.values():
+            memory.name = memory.name or self.name("given" if memory.given else "made")
+
+    def constant(self, value: object, wanted: str = "constant") -> str:
+        """A name for a value, or the value itself where a text can hold it."""
+        if value is None or type(value) in (bool, int, str):
+            return repr(value)
+        if id(value) not in self.constants:
+            said = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else wanted
+            name = self.constants[id(value)] = self.name(str(getattr(value, "__name__", said)))
+            self.scope[name] = value
+        return self.constants[id(value)]
 
     def of(self, given: Tensors, results: Tensors) -> Written | None:
         """The text; None where Triton has to launch something, at least now."""
@@ -362,9 +385,10 @@ class Text:
             if isinstance(argument, View)
         ]
         pointers = [memory for memory in arriving if memory in addressed]
-        self.addresses = {memory: f"{memory.name}_at" for memory in [*pointers, *owned]}
-        for number, space in enumerate(spaces):
-            self.addresses |= {memory: f"w{number}_at + {offset}" for memory, offset in space.offsets.items()}
+        self.addresses = {memory: f"{memory.name}{AT}" for memory in [*pointers, *owned]}
+        rooms = [self.name("workspace") for _ in spaces]
+        for name, space in zip(rooms, spaces):
+            self.addresses |= {memory: f"{name}{AT} + {offset}" for memory, offset in space.offsets.items()}
 
         quiet: list[str] = []
         body: list[str] = []
@@ -372,10 +396,10 @@ class Text:
             for memory in owned:
                 if memory.first == number and not memory.made:
                     body += self.allocated(memory, memory in addressed)
-            for i, space in enumerate(spaces):
+            for name, space in zip(rooms, spaces):
                 if space.first == number:
-                    body += [f"w{i} = allocate(({space.bytes},), (1,), dtype=byte, device=device)"]
-                    body += [f"w{i}_at = w{i}.data_ptr()"]
+                    body += [f"{name} = allocate(({space.bytes},), (1,), dtype=byte, device=device)"]
+                    body += [f"{name}{AT} = {name}.data_ptr()"]
             if isinstance(step, Worked):
                 body += self.worked(step, addressed)
             else:
@@ -383,30 +407,35 @@ class Text:
                 if names is None or step.grid > how.most_programs:
                     return None
                 scope = {**names, "kernel": step.bound.kernel}
-                self.scope |= {f"{name}_{number}": value for name, value in scope.items()}
-                named = {name: f"{name}_{number}" for name in scope}
+                named = {name: self.name(name) for name in scope}
+                self.scope |= {named[name]: value for name, value in scope.items()}
                 quiet += [how.quiet.format_map(named)]
                 before = how.call.format_map({**named, "grid": step.grid, "stream": "stream"})
-                body += [f"start_{number}({before}, {', '.join(self.handed(step, how))})"]
+                body += [f"# {direct.name_of(step.bound.kernel)}"]
+                body += [f"{named['start']}({before}, {', '.join(self.handed(step, how))})"]
             freed = [memory.name for memory in owned if memory.last == number]
-            freed += [f"w{i}" for i, space in enumerate(spaces) if space.last == number]
+            freed += [name for name, space in zip(rooms, spaces) if space.last == number]
             body += [f"del {', '.join(freed)}"] if freed else []
         for memory in owned:
             if memory.first == len(record.steps):
                 body += self.allocated(memory, address=False)
-        taken = ", ".join(["_" if x is None else record.view(x).memory.name for x in given])
-        misaligned = [f"({' | '.join([f'{m.name}_at' for m in pointers])}) % {direct.ALIGNMENT}"] if pointers else []
-        unfit = " or ".join([*misaligned, *[f"not ({condition})" for condition in quiet]]) or "False"
+        taken = ["absent" if x is None else record.view(x).memory.name for x in given]
+        misaligned = [f"({' | '.join([f'{m.name}{AT}' for m in pointers])}) % {direct.ALIGNMENT}"] if pointers else []
+        unfit = [*misaligned, *[f"not ({condition})" for condition in quiet]] or ["False"]
         lines = [
-            f"{taken}, = tensors",
-            *[f"{memory.name}_at = {memory.name}.data_ptr()" for memory in pointers],
-            f"if {unfit}:",
+            f"{', '.join(taken)}, = tensors",
+            *[f"{memory.name}{AT} = {memory.name}.data_ptr()" for memory in pointers],
+            "if (",
+            f"    {unfit[0]}",
+            *[f"    or {condition}" for condition in unfit[1:]],
+            "):",
             "    return None",
             "stream = current_stream(index)",
             *body,
             f"return ({''.join([f'{x}, ' for x in returned])})",
         ]
-        return Written("\n".join(["def run(tensors):", *[f"    {line}" for line in lines]]), self.scope)
+        text = "\n".join(["def run(tensors):", *[f"    {line}" for line in lines], ""])
+        return Written(text, self.scope, taken)
 
     def returned(self, result: Tensor, given: Tensors) -> str:
         """A result: a tensor that was given, or one of the list's own."""
@@ -428,7 +457,7 @@ class Text:
         assert memory.owner is not None
         _, _, shape, stride, dtype = memory.owner
         made = f"{memory.name} = allocate({shape}, {stride}, dtype={self.constant(dtype)}, device=device)"
-        return [made, *([f"{memory.name}_at = {memory.name}.data_ptr()"] if address else [])]
+        return [made, *([f"{memory.name}{AT} = {memory.name}.data_ptr()"] if address else [])]
 
     def worked(self, step: Worked, addressed: Sequence[Memory]) -> list[str]:
         """What torch does."""
@@ -438,20 +467,22 @@ class Text:
         if step.result is None:
             return [call]
         memory = step.result.memory
-        address = [f"{memory.name}_at = {memory.name}.data_ptr()"] if memory in addressed else []
+        address = [f"{memory.name}{AT} = {memory.name}.data_ptr()"] if memory in addressed else []
         return [f"{memory.name} = {call}", *address]
 
     def handed(self, step: Launched, how: direct.Style) -> list[str]:
         """A launch's arguments, the kernel's own and the compile-time constants."""
         handed = []
-        for argument in step.arguments:
+        bound = step.bound
+        assert bound.parameters is not None
+        for parameter, argument in zip(bound.parameters, step.arguments, strict=True):
             if isinstance(argument, View):
                 beyond = argument.offset * argument.dtype.itemsize
                 handed.append(self.addresses[argument.memory] + (f" + {beyond}" if beyond else ""))
             else:
-                handed.append(self.constant(argument))
-        values = direct.reordered(step.bound.kernel, step.bound.constants).values() if how.constants else ()
-        return [*handed, *[self.constant(value) for value in values]]
+                handed.append(self.constant(argument, parameter.name))
+        values = direct.reordered(bound.kernel, bound.constants) if how.constants else {}
+        return [*handed, *[self.constant(value, name) for name, value in values.items()]]
 
 
 class Replayed:
