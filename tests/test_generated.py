@@ -13,8 +13,8 @@ import pytest
 import torch
 import triton
 from launches import CONSTANTS, Launcher, Triton, compilable, stubbed
-
 from layout_tuner.kernels import dv_local
+
 from layout_tuner.launch import direct, generated, guards, launcher, replay
 from layout_tuner.ops.solve_tril import SPEC
 
@@ -22,19 +22,24 @@ ROOT = Path(__file__).parents[1]
 
 
 def executed(text: str) -> Iterator[str]:
-    """The calls of `exec` and `eval` in a source, by whatever name of a module."""
+    """Uses of what executes a text, under the names that Python gives it."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
             name = ast.unparse(node)
-            if name.removeprefix("builtins.") in ("exec", "eval", "__builtins__"):
+            if name.removeprefix("builtins.") in ("exec", "eval", "compile", "__builtins__"):
                 yield name
+        elif isinstance(node, ast.ImportFrom) and node.module == "builtins":
+            yield from (alias.name for alias in node.names)
 
 
 def test_one_place_executes_text() -> None:
-    assert list(executed("run = exec\nbuiltins.eval('1')\nmodel.eval()")) == ["exec", "builtins.eval"]
+    source = "run = exec\nbuiltins.eval('1')\nmodel.eval()\nre.compile('')\nfrom builtins import compile as c"
+    assert sorted(executed(source)) == ["builtins.eval", "compile", "exec"]
     files = [file for folder in ("layout_tuner", "cache", "kernels") for file in (ROOT / folder).rglob("*.py")]
     found = {file.relative_to(ROOT).as_posix(): list(executed(file.read_text())) for file in files}
-    assert {file: names for file, names in found.items() if names} == {"layout_tuner/launch/generated.py": ["exec"]}
+    assert {file: names for file, names in found.items() if names} == {
+        "layout_tuner/launch/generated.py": ["exec", "compile"]
+    }
 
 
 def broken(*_: object) -> Any:
@@ -83,7 +88,7 @@ def test_a_traceback_shows_the_generated_line(kind: str, stub: Triton, monkeypat
     failing, line = {
         "hit": lambda: (hit(), "return launch(A, cu_seqlens, chunk_indices)"),
         "launch": lambda: (launch(monkeypatch), "start(grid, 1, 1, stream(device), function,"),
-        "prepared": lambda: (prepared(), ".copy_("),
+        "prepared": lambda: (prepared(), "copy_(made, given)"),
     }[kind]()
     linecache.checkcache()
     with pytest.raises((RuntimeError, AttributeError, TypeError)) as raised:
@@ -143,7 +148,7 @@ def test_a_kernels_parameters_named_like_what_the_text_itself_names(stub: Triton
             self.name = name
 
     class Kernel:
-        params = [Parameter(name) for name in ("q", "q_at", "start", "grid", "T", "metadata", "BT")]
+        params = tuple(Parameter(name) for name in ("q", "q_at", "start", "grid", "T", "metadata", "BT"))
         pre_run_hooks: tuple[()] = ()
 
     started: list[tuple[object, ...]] = []

@@ -342,7 +342,7 @@ def test_launches_and_allocations_of_a_step(interpreted: Interpreted, monkeypatc
 def test_workspaces_hold_apart_what_is_in_use_and_raise_no_peak(drawn: list[tuple[int, int, int, bool]]) -> None:
     whole: Any = None
     found = [
-        replay.Memory(f"m{i}", size * 512, whole, first=first, last=first + length)
+        replay.Memory(size * 512, whole, first=first, last=first + length, name=f"m{i}")
         for i, (size, first, length, _) in enumerate(drawn)
     ]
     owned = [memory for memory, (*_, own) in zip(found, drawn, strict=True) if own]

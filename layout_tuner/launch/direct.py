@@ -276,8 +276,8 @@ def source(how: Style, each: Mapping[str, object], constants: Sequence[str]) -> 
     conditions += [f"0 < grid <= {how.most_programs}", how.quiet.format_map(AsNamed())]
     aligned = [f"{x}{AT}" for x, at in tensors.items() if at is True]
     shifted = [f"{x}{AT}" for x, at in tensors.items() if at is False]
-    alignment = [f"not ({' | '.join(aligned)}) % {ALIGNMENT}"] if aligned else []
-    alignment += [f"{address} % {ALIGNMENT}" for address in shifted]
+    misaligned = [f"({' | '.join(aligned)}) % {ALIGNMENT}"] if aligned else []
+    misaligned += [f"not {address} % {ALIGNMENT}" for address in shifted]
     handed = [f"{x}{AT}" if x in tensors and how.addresses else x for x in each]
     return "\n".join(
         [
@@ -291,8 +291,7 @@ def source(how: Style, each: Mapping[str, object], constants: Sequence[str]) -> 
             *[f"        {x}{AT} = {x}.data_ptr()" for x in tensors],
             "    except (AttributeError, TypeError):  # another kind of argument than was compiled for",
             "        return False",
-            f"    if not ({' and '.join(alignment) or 'True'}):",
-            "        return False",
+            *([f"    if {' or '.join(misaligned)}:", "        return False"] if misaligned else []),
             f"    start({how.call.format_map(AsNamed(stream='stream(device)'))}, {', '.join([*handed, *constants])})",
             "    return True",
             "",

@@ -1,12 +1,13 @@
-"""Functions that are written as text while the program runs, and the only place that executes such a text.
+"""Functions that are written as text while the program runs; no other module executes a text.
 
-A loop over the operands at every call costs twice as much as the same steps one after the other. Three modules therefore
-write the steps out, once for each pattern of operands: `guards` a test whether a call is like a known one, `direct` the launch of one compiled
-kernel, `replay` all launches of a function. What differs between calls of one pattern is not in the text; names stand
-for it. The text is kept where `linecache` looks, so that tracebacks and debuggers show its lines.
+A loop over the operands at every call costs twice as much as the same steps written one after the other. Three modules
+therefore write the steps out: `guards` writes the test whether a call is like one that was seen before, `direct` writes
+the launch of a compiled kernel, and `replay` writes all launches of a function. A text calls operands, options and
+arguments what the op or the kernel calls them. It is kept where `linecache` looks, so that tracebacks and debuggers
+show its lines.
 
-This is the text for a call of `solve_tril` that is not packed, where torch has no guards; who calls `make` hands over
-what the call is compared with, and `launch`, which runs what fits:
+This is the text that `guards` writes for calls of `solve_tril` without `cu_seqlens`, where torch has no guards of its
+own. The arguments of `make` are what a call is compared with, and `launch`, which runs a call that fits:
 
     def make(output_dtype_wanted, check, launch, tally, A_shape, A_dtype, A_device, A_memory):
         def run(operands, options, scalars, cu_seqlens, chunk_indices):

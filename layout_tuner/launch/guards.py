@@ -151,8 +151,9 @@ def fitting_tensors(
         known: What `facts` made of tensors.
         check: Their `guard`.
     """
-    fits = made_for(Names("a prepared list", tuple(names)), ("", (), (), None, None, *known), check, "fits", None)
-    return lambda tensors: bool(fits(tensors, (), None, None))
+    named = Names("a prepared list", tuple(names))
+    fits: Fits = made_for(named, ("", (), (), None, None, *known), check, "fits", None)
+    return lambda tensors: fits(tensors, (), None, None)
 
 
 def running(

@@ -421,15 +421,11 @@ class Text:
                 body += self.allocated(memory, address=False)
         taken = ["absent" if x is None else record.view(x).memory.name for x in given]
         misaligned = [f"({' | '.join([f'{m.name}{AT}' for m in pointers])}) % {direct.ALIGNMENT}"] if pointers else []
-        unfit = [*misaligned, *[f"not ({condition})" for condition in quiet]] or ["False"]
+        unfit = [*misaligned, *[f"not ({condition})" for condition in quiet]]
         lines = [
             f"{', '.join(taken)}, = tensors",
             *[f"{memory.name}{AT} = {memory.name}.data_ptr()" for memory in pointers],
-            "if (",
-            f"    {unfit[0]}",
-            *[f"    or {condition}" for condition in unfit[1:]],
-            "):",
-            "    return None",
+            *(["if (", "    " + "\n        or ".join(unfit), "):", "    return None"] if unfit else []),
             "stream = current_stream(index)",
             *body,
             f"return ({''.join([f'{x}, ' for x in returned])})",
