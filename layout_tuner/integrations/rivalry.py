@@ -18,7 +18,7 @@ import torch
 from ..spec.declaration import Candidate, Launch, OpSpec, Problem
 from ..spec.keys import Key
 from ..spec.operands import Outputs
-from ..tuning.experiment import as_tuple
+from ..tuning.checking import as_tuple
 from ..tuning.inputs import option_value
 
 OURS = "layout_tuner"

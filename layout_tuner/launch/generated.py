@@ -60,7 +60,7 @@ def define(name: str, text: str, about: str, scope: Mapping[str, object]) -> Cal
         about: What it does, in a few words; tracebacks show them in place of a file's name.
         scope: What the text's names stand for.
     """
-    space = dict(scope)
+    space: dict[str, Any] = dict(scope)
     exec(code(text, about), space)
     made: Callable[..., Any] = space[name]
     return made

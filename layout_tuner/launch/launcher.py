@@ -18,8 +18,7 @@ from ..device.failures import classify, first_line
 from ..errors import REFUSAL, REFUSED
 from ..forking import ProcessLock, in_child
 from . import direct
-from .direct import Constant as Constant
-from .direct import DirectLaunch
+from .direct import Constant, DirectLaunch
 
 log = logging.getLogger(__name__)
 

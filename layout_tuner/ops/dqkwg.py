@@ -10,11 +10,12 @@ from layout_tuner.kernels import tiling
 from .. import reference
 from ..dispatch import router
 from ..launch import launcher
+from ..launch.direct import Constant
 from ..spec import layouts
 from ..spec.declaration import Candidate, Launch, OpSpec, Problem
 from ..spec.operands import DTYPES, Operand, Option, Output
 from ..spec.registry import register
-from .sizes import chunk_counts
+from .sizes import DOT_PRECISION, chunk_counts
 
 
 def chunk_bwd_dqkwg(
@@ -96,7 +97,7 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
         candidate.variant, K, V, BT, problem.element_bytes, problem.chip.tiles
     )
     wants_dw, wants_dg, v_first = problem.has("w"), problem.has("g"), problem.form.flag("state_v_first")
-    shared: dict[str, launcher.Constant] = dict(
+    shared: dict[str, Constant] = dict(
         H=H,
         HV=HV,
         K=K,
@@ -107,9 +108,9 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
         STATE_V_FIRST=v_first,
         G_T_CONTIG=candidate.plan.t_contig("g"),
         IS_VARLEN=key.varlen,
-        DOT_PRECISION=problem.dot_precision,
+        DOT_PRECISION=DOT_PRECISION,
     )
-    gates: dict[str, launcher.Constant] = dict(
+    gates: dict[str, Constant] = dict(
         USE_G=wants_dg,
         USE_G_GAMMA=problem.has("g_gamma"),
         USE_DW=wants_dw,

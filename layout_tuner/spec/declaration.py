@@ -78,11 +78,6 @@ class Problem:
         """Bytes of an element of the main tensor."""
         return 4 if self.key.dtype == "float32" else 2
 
-    @property
-    def dot_precision(self) -> str:
-        """`input_precision` of dots on the main dtype: exact for fp32, without effect for 16-bit operands."""
-        return "ieee"
-
     def has(self, operand: str) -> bool:
         """Whether an optional operand is given."""
         return operand in self.form

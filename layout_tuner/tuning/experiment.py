@@ -17,7 +17,6 @@ from ..spec.declaration import Candidate, OpSpec, Problem
 from ..spec.keys import Key
 from ..spec.operands import Call, Outputs
 from .checking import Checker
-from .checking import as_tuple as as_tuple
 from .inputs import synthesize
 from .tuner import Check, Measurement, Runs, Trial
 
