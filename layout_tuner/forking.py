@@ -2,7 +2,8 @@
 
 A child has only the thread that forked. What another thread of its parent held stays held in it for ever, and what
 another thread was doing is never finished. `ProcessLock` is a lock for such a process, `in_child` registers what else
-a child does first, and `Forkable` holds connections: while the process forks, none of them is in use or open.
+a child does first, and `Forkable` holds connections: while the process forks, none of them is in use or open. A lock
+of another kind registers itself with `renewed_in_child`.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import threading
 import weakref
 from _thread import RLock
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 _PATIENCE_S = 5.0
 
@@ -78,6 +79,12 @@ class Forkable:
             self.gate.notify_all()
 
 
+class Renewable(Protocol):
+    """A lock that frees itself, in a child, from a thread that is not there any more."""
+
+    def renew(self) -> None: ...
+
+
 class ProcessLock(RLock):  # type: ignore[misc]  # final for type checkers only; a wrapper would cost calls more
     """A re-entrant lock that a child process finds free, whichever other thread of its parent held it at the fork.
 
@@ -86,18 +93,23 @@ class ProcessLock(RLock):  # type: ignore[misc]  # final for type checkers only;
 
     def __init__(self) -> None:
         super().__init__()
-        _locks.add(self)
+        renewed_in_child(self)
 
     def renew(self) -> None:
-        """Frees the lock, in a child, from a thread that is not there any more."""
+        """Frees the lock, in a child, unless the thread that forked holds it."""
         if self.acquire(blocking=False):
             self.release()
         else:
             self._at_fork_reinit()  # type: ignore[attr-defined]  # what Python's own modules call on their locks
 
 
-_locks: "weakref.WeakSet[ProcessLock]" = weakref.WeakSet()
+_locks: "weakref.WeakSet[Renewable]" = weakref.WeakSet()
 _holders: "weakref.WeakSet[Forkable]" = weakref.WeakSet()
+
+
+def renewed_in_child(lock: Renewable) -> None:
+    """Has every child renew a lock, for as long as there is that lock, before anything else runs there."""
+    _locks.add(lock)
 
 
 def _before() -> None:

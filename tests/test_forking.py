@@ -31,6 +31,7 @@ def in_fork(check):
 """
 
 HELD_BY_ANOTHER = """
+import contextlib
 from layout_tuner import forking
 from layout_tuner.device import interpreter
 from layout_tuner.dispatch import counters, misses, router
@@ -42,24 +43,27 @@ from layout_tuner.tuning import isolation
 log = misses.MissLog()
 named = [interpreter.interpreter_lock, counters._lock, router._stack_lock, fla._lock, takeover._lock, log._lock,
          launcher._interceptors_lock, packing._lock, isolation._lock]
+routed = router.current()._lock
 held, done = threading.Event(), threading.Event()
 
 def hold():
-    for lock in forking._locks:
-        lock.acquire()
-    held.set()
-    done.wait()
-    for lock in forking._locks:
-        lock.release()
+    with contextlib.ExitStack() as locks:
+        for lock in forking._locks:
+            locks.enter_context(lock)
+        held.set()
+        done.wait()
 
-assert all(lock in forking._locks for lock in named)
+assert all(lock in forking._locks for lock in (*named, routed))
 other = threading.Thread(target=hold)
 other.start()
 held.wait()
 assert not any(lock.acquire(blocking=False) for lock in named)
+assert routed._head == other.ident
 
 def check():
     assert len(named) == 9 and all(lock.acquire(blocking=False) for lock in named)
+    with routed, routed:
+        assert routed._head == threading.get_ident()
 
 try:
     in_fork(check)
@@ -70,10 +74,20 @@ finally:
 
 HELD_BY_ITSELF = """
 from layout_tuner.forking import ProcessLock
+from layout_tuner.tuning.deadline import FamilyLock
 
-lock = ProcessLock()
+class Tried(FamilyLock):
+    def acquire(self, blocking):
+        with self._free:
+            free = self._head is None
+        if free:
+            self.__enter__()
+        return free
 
-def taken():
+    def release(self):
+        self.__exit__()
+
+def taken(lock):
     got = []
     def take():
         got.append(lock.acquire(blocking=False))
@@ -84,17 +98,18 @@ def taken():
     other.join()
     return got[0]
 
-def check():
-    assert not taken()
-    lock.release()
-    assert not taken()  # held twice
-    lock.release()
-    assert taken()
+for lock in (ProcessLock(), Tried()):
+    def check():
+        assert not taken(lock)
+        lock.release()
+        assert not taken(lock)  # held twice
+        lock.release()
+        assert taken(lock)
 
-with lock, lock:
-    in_fork(check)
-    assert not taken()
-assert taken()
+    with lock, lock:
+        in_fork(check)
+        assert not taken(lock)
+    assert taken(lock)
 """
 
 REGISTERED = """

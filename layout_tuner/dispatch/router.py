@@ -24,7 +24,7 @@ from ..device import driver, interpreter
 from ..device.environment import environment
 from ..device.failures import classify, first_line
 from ..errors import PackingError
-from ..forking import ProcessLock, in_child
+from ..forking import ProcessLock
 from ..launch.guards import Scalars, Signature
 from ..launch.guards import signature as signature_of
 from ..launch.prepared import Prepared
@@ -35,7 +35,6 @@ from ..spec.declaration import Candidate, OpSpec
 from ..spec.forcing import Forced
 from ..spec.keys import Key, bucketed
 from ..spec.operands import Call, Outputs, Value
-from ..tuning.deadline import FamilyLock
 from ..tuning.timing import Timer
 from .choices import Choice, Choices, Policy, saved_by
 from .known import Known, Memory
@@ -437,13 +436,6 @@ def active() -> bool:
 def current() -> Router:
     """The newest entry, else the router of default candidates."""
     return _current
-
-
-@in_child
-def _renew_locks() -> None:
-    """Gives the routers of a child new locks: another thread of its parent may have held one at the fork."""
-    for router in _routers:
-        router._lock = FamilyLock()
 
 
 def _at_exit() -> None:
