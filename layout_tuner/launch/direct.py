@@ -40,16 +40,16 @@ class Style:
         distribution: Name of the package.
         version: `major.minor` that was verified.
         target: Name of the backend.
-        quiet: Expression that says that nothing of Triton's watches launches; while a profiler or a hook does, they go
-            through Triton, which serves it.
-        call: The launcher's arguments before the kernel's; here as in `quiet`, what differs from launch to launch
-            stands in braces: `grid`, `stream`, `kernel` and what `names` gives.
-        addresses: Whether pointers are handed over as addresses; a tensor costs the launcher a method call and a
-            question to the driver.
+        quiet: A Python expression that is true while no profiler and no hook of Triton's watches launches. While one
+            does, launches go through Triton, which calls it.
+        call: The arguments that the launcher takes ahead of the kernel's own, as Python text. A name in braces, here
+            and in `quiet`, is replaced by what the generated text calls `grid`, `stream`, `kernel` or one of `names`.
+        addresses: Whether the launcher is handed addresses in place of tensors. It would ask each tensor for its
+            address by a method call, and the driver whether that address is its own.
         constants: Whether the launcher takes the compile-time constants too.
-        most_programs: The largest grid that Triton lets pass unseen.
-        names: The launcher, `start`, and what `quiet` and `call` name, from the compiled kernel; None where it is to
-            be launched by Triton.
+        most_programs: The largest grid that Triton launches without a check or a warning of its own.
+        names: Gives, for a compiled kernel, its launcher as `start` and everything else that `quiet` and `call` name;
+            None where only Triton can launch the kernel.
     """
 
     distribution: str
@@ -67,7 +67,7 @@ class Style:
 
 
 def cuda_names(compiled: Any) -> Mapping[str, Any] | None:
-    """The launcher of a kernel compiled by Triton 3.6, and what it takes."""
+    """The launcher of a kernel that Triton 3.6 compiled, and what it is called with."""
     from triton import knobs
 
     run = compiled.run
@@ -86,7 +86,7 @@ def cuda_names(compiled: Any) -> Mapping[str, Any] | None:
 
 
 def npu_names(compiled: Any) -> Mapping[str, Any]:
-    """The launcher of a kernel compiled by triton-ascend 3.2, and what it takes."""
+    """The launcher of a kernel that triton-ascend 3.2 compiled, and what it is called with."""
     return {
         "start": compiled.run,
         "function": compiled.function,
@@ -129,7 +129,7 @@ STYLES = (
 
 @functools.cache
 def style() -> Style | None:
-    """How this process launches directly; None where its Triton is not verified, which is said once."""
+    """The style of this process's Triton; None where that Triton was not verified, which is logged once."""
     distribution, version = driver.triton_distribution()
     target = driver.launch_target()
     for known in STYLES:
@@ -142,7 +142,7 @@ def style() -> Style | None:
 
 @functools.cache
 def say_interpreted() -> None:
-    """Say, once, that the interpreter runs the kernels."""
+    """Log, once, that the interpreter runs the kernels."""
     log.info("the interpreter of %s %s runs the kernels", *driver.triton_distribution())
 
 
@@ -150,11 +150,15 @@ def say_interpreted() -> None:
 
 
 def run_time_parameters(kernel: Any, constants: Mapping[str, Constant]) -> list[Any] | None:
-    """The parameters a launch passes one by one; None where constants do not follow them all.
+    """The parameters whose values every launch passes, in order.
 
     Args:
         kernel: The jitted function.
         constants: The compile-time constants it is bound to.
+
+    Returns:
+        None where the constants are not exactly the kernel's last parameters, or where a parameter is annotated: then
+        only Triton can put the arguments in order.
     """
     cut = len(kernel.params) - len(constants)
     fits = [parameter.name for parameter in kernel.params[cut:]] == list(reordered(kernel, constants))
@@ -169,33 +173,37 @@ def reordered(kernel: Any, constants: Mapping[str, Constant]) -> dict[str, Const
 
 
 def facts(parameters: Sequence[Any], arguments: Sequence[Any]) -> Facts | None:
-    """The device of the arguments and all that Triton specialises a kernel on; None for what only Triton serves.
+    """The device of the arguments, and of each one everything that Triton compiles a kernel for.
 
     Args:
         parameters: The kernel's run-time parameters.
         arguments: Their values.
+
+    Returns:
+        None where only Triton can launch such arguments: of two devices, without any tensor, or of a kind that this
+        module does not know.
     """
     if len(parameters) != len(arguments):
         return None
     device = None
-    found: list[object] = []
+    each: list[object] = []
     for parameter, argument in zip(parameters, arguments):
         if argument is None:
-            found.append(None)
+            each.append(None)
         elif isinstance(argument, torch.Tensor):
             if device is None:
                 device = argument.get_device()
             elif argument.get_device() != device:
                 return None
             align = not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
-            found.append((argument.dtype, argument.data_ptr() % ALIGNMENT == 0 if align else None))
+            each.append((argument.dtype, argument.data_ptr() % ALIGNMENT == 0 if align else None))
         elif type(argument) is float:
-            found.append(float)
+            each.append(float)
         elif type(argument) is int and parameter.do_not_specialize and 0 <= argument <= INT32_MAX:
-            found.append(int)
+            each.append(int)
         else:
             return None
-    return None if device is None else (device, tuple(found))
+    return None if device is None else (device, tuple(each))
 
 
 # -- the generated launch --------------------------------------------------------------------------------------
@@ -248,13 +256,13 @@ def name_of(kernel: Any) -> str:
 
 
 class AsNamed(dict[str, str]):
-    """What stands for the names in a style's texts: themselves, where nothing else is given."""
+    """For `str.format_map`: a name in braces stays that name where nothing else is given for it."""
 
     def __missing__(self, name: str) -> str:
         return name
 
 
-# What a launch calls the address of an argument, and the dtype that the kernel was compiled for.
+# A launch calls the address of `q` `q_at`, and the dtype that the kernel was compiled for `q_dtype`.
 AT, DTYPE = "_at", "_dtype"
 
 

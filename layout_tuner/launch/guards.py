@@ -1,14 +1,16 @@
-"""What of a call a prepared launch depends on, and a quick test whether a later call has the same.
+"""The facts of a call that a prepared launch depends on, and a quick test whether a later call has the same facts.
 
-The facts of a call are the options and, of every operand, shape, dtype, device and whether it is row-major; of a
-time-axis operand that is not, the strides. (Any other operand that is not row-major is copied, whatever its strides.)
-Facts make a signature, which is hashed; the test compares with one known signature, operand by operand, and stops at
-the first difference. It is one generated function for each pattern of operands: unrolled, it costs half of a loop.
+The facts of a call are its options and, of every operand, shape, dtype, device and whether it is row-major; of a
+time-axis operand that is not row-major, also the strides. (Any other operand that is not row-major is copied, whatever
+its strides.) The facts make a signature, which can be hashed. The test compares a call with one known signature,
+operand by operand, and stops at the first difference. It is one generated function for each pattern of operands, which
+costs half of what a loop over the operands does.
 
-Where torch has the guards that its own compiler puts before compiled code, one call of them compares all operands at
-once, for less than half of what asking in Python costs. They refuse more than has to be refused (other strides of a
-dimension of size 1, one tensor given twice, another `requires_grad`), so that what they refuse is compared in Python.
-They refuse whatever torch traces, transforms or watches, too; Python asks for that once all else is the same.
+Some releases of torch have guards, which its own compiler puts before compiled code: one call of them compares all
+operands at once, for less than half of what the same questions cost in Python. They refuse more calls than the test
+has to (other strides of a dimension of size 1, one tensor given twice, another `requires_grad`), so Python compares a
+call again that they refuse. They also refuse every call that torch traces, transforms or watches; Python asks about
+that last.
 """
 
 from __future__ import annotations
@@ -37,7 +39,14 @@ Does = Literal["fits", "spread", "whole"]
 
 
 class Facts(NamedTuple):
-    """Of one tensor; a shape of None stands for any that describes a packed batch."""
+    """The facts of one tensor.
+
+    Attributes:
+        shape: Its shape. None stands for every shape that describes a packed batch.
+        dtype: Its dtype.
+        device: Its device.
+        memory: How it lies in memory, see `memory`.
+    """
 
     shape: torch.Size | None
     dtype: torch.dtype
@@ -52,7 +61,10 @@ def signature(
     cu_seqlens: torch.Tensor | None,
     chunk_indices: torch.Tensor | None,
 ) -> Signature:
-    """All of a call that a check or a choice depends on; a thing that is no tensor makes one that never hits."""
+    """Everything of a call that its checks and the choice of a candidate depend on.
+
+    Where an operand is no tensor, the signature equals no other one, so such a call is always checked.
+    """
     try:
         return (
             spec.name,
@@ -70,12 +82,12 @@ def signature(
 
 
 def facts(tensors: Operands) -> tuple[Facts | None, ...]:
-    """Every fact of tensors, strides included."""
+    """The facts of tensors, with the strides of every one that is not row-major."""
     return tuple([None if x is None else Facts(x.shape, x.dtype, x.device, memory(x, True)) for x in tensors])
 
 
 def memory(tensor: torch.Tensor, time_axis: bool) -> tuple[int, ...] | bool:
-    """How an operand lies: whether it is row-major, or the strides of a time-axis operand that is not."""
+    """True for a row-major operand; else the strides of a time-axis operand, and False for any other operand."""
     return tensor.is_contiguous() or (tensor.stride() if time_axis else False)
 
 
@@ -108,7 +120,7 @@ class Names(NamedTuple):
     """What a generated text calls the parts of a call.
 
     Attributes:
-        about: What calls, for tracebacks.
+        about: The op, for tracebacks.
         operands: Names of the operands.
         options: Names of the options.
         scalars: Names of the numbers.
@@ -122,7 +134,7 @@ class Names(NamedTuple):
 
 @functools.cache
 def names(spec: OpSpec) -> Names:
-    """The names that an op's declaration gives."""
+    """The names of a call's parts in an op's declaration."""
     operands = tuple(operand.name for operand in spec.operands)
     return Names(spec.name, operands, tuple(option.name for option in spec.options), spec.scalars)
 
@@ -130,12 +142,12 @@ def names(spec: OpSpec) -> Names:
 def fitting(spec: OpSpec, known: Signature, check: Check | None = None) -> Fits:
     """The test for calls of one signature: `fits(operands, options, cu_seqlens, chunk_indices)`.
 
-    An operand that is no tensor fails it.
+    A call with an operand that is no tensor does not pass.
 
     Args:
         spec: The op.
         known: What `signature` made of a call.
-        check: The `guard` of its operands; without one Python alone compares.
+        check: The `guard` of its operands; None: Python alone compares.
     """
     made: Fits = made_for(names(spec), known, check, "fits", None)
     return made
@@ -144,12 +156,12 @@ def fitting(spec: OpSpec, known: Signature, check: Check | None = None) -> Fits:
 def fitting_tensors(
     names: Sequence[str], known: Sequence[Facts | None], check: Check | None = None
 ) -> Callable[[Operands], bool]:
-    """The test for tensors of these facts alone.
+    """The test whether tensors have these facts, for tensors that are no operands of an op.
 
     Args:
-        names: What the test calls them.
-        known: What `facts` made of tensors.
-        check: Their `guard`.
+        names: What the test calls the tensors.
+        known: What `facts` made of tensors that pass.
+        check: The `guard` of these tensors.
     """
     named = Names("a prepared list", tuple(names))
     fits: Fits = made_for(named, ("", (), (), None, None, *known), check, "fits", None)
@@ -165,18 +177,19 @@ def running(
     spread: bool,
     tally: Tally = UNROUTED,
 ) -> Run:
-    """Test and launch at once: `run(operands, options, scalars, cu_seqlens, chunk_indices)`, None where none fits.
+    """Test and launch in one function, `run(operands, options, scalars, cu_seqlens, chunk_indices)`.
 
-    A number that is neither a float nor None does not fit.
+    It returns None where the call does not pass the test; a call with a number that is neither a float nor None does
+    not pass.
 
     Args:
         spec: The op.
         known: What `signature` made of a call.
         check: The `guard` of its operands.
-        launch: What runs a call that fits.
-        spread: Whether `launch` takes all of a call one by one; else operands, scalars and what describes a packed
-            batch.
-        tally: Counts the calls that fit.
+        launch: Runs a call that passes.
+        spread: Whether `launch` takes each operand and each number as an argument of its own, ahead of `cu_seqlens`
+            and `chunk_indices`; else it takes operands and numbers as two tuples.
+        tally: Counts the calls that pass.
     """
     made: Run = made_for(names(spec), known, check, "spread" if spread else "whole", launch, tally)
     return made
@@ -190,7 +203,7 @@ def made_for(
     launch: Callable[..., Outputs] | None,
     tally: Tally = UNROUTED,
 ) -> Callable[..., Any]:
-    """The function of `fitting` or `running`."""
+    """The function that `fitting` or `running` returns."""
     _, options, _, *tensors = known
     assert isinstance(options, tuple)
     facts = [None if fact is None else Facts(*fact) for fact in tensors]  # type: ignore[misc]
@@ -205,10 +218,10 @@ def made_for(
 
 
 def guard(operands: Operands) -> Check | None:
-    """A function that tells tensors like these, in order, from all others; None where torch has none such.
+    """The check of torch's that lets tensors pass which are like these, in order; None where torch has none.
 
     Args:
-        operands: Those that are None are left out.
+        operands: The operands of a call. The check is called without those that are None.
     """
     present = [tensor for tensor in operands if tensor is not None]
     if not present or not guards_work():
@@ -220,7 +233,7 @@ def guard(operands: Operands) -> Check | None:
 
 @functools.cache
 def guards_work() -> bool:
-    """Whether this torch has guards that see every fact of a call; they are not public, so they are tried."""
+    """Whether this torch has guards that see every fact of a call. They are not public, so this tries them."""
     one, like, beside = (
         torch.empty(shape, dtype=torch.float32, device="cpu") for shape in ((2, 3, 4), (2, 3, 4), (2,))
     )
@@ -244,7 +257,13 @@ def guards_work() -> bool:
 
 
 class Pattern(NamedTuple):
-    """How a tensor is tested; tests of the same patterns differ in what they compare with only."""
+    """How a tensor is tested. Tests of the same patterns have the same text, but compare with values of their own.
+
+    Attributes:
+        place: The question about its device: `cpu`, `index` or `any`.
+        counted: Whether the test asks for the number of dimensions in place of the shape.
+        memory: Whether it has to be row-major, or must not be; None: its strides are compared.
+    """
 
     place: str
     counted: bool
@@ -252,18 +271,18 @@ class Pattern(NamedTuple):
 
 
 def pattern(fact: Facts) -> Pattern:
-    """How a tensor of these facts is tested: a device by what is quickest to ask and says as much."""
+    """How a tensor of these facts is tested. A device is told by the quickest question that tells it."""
     place = "cpu" if fact.device.type == "cpu" else "any" if fact.device.index is None else "index"
     return Pattern(place, fact.shape is None, None if isinstance(fact.memory, tuple) else fact.memory)
 
 
 def place(fact: Facts) -> torch.device | int:
-    """What a tensor's device is compared with: a process has one kind of accelerator, so its index says all."""
+    """The value for a tensor's device. A process has one kind of accelerator, so an index tells the device."""
     return fact.device if fact.device.index is None else fact.device.index
 
 
 def conditions(x: str, how: Pattern, dims: int) -> list[str]:
-    """What has to hold for the tensor named `x`; what differs most often comes first."""
+    """Python text of all that has to hold for a tensor named `x`; what differs between calls most often comes first."""
     enough = f"{x}.shape[0] > 1" if dims == 1 else f"{x}.shape[1] == 2"
     return [
         f"{x}.dim() == {dims} and {enough}" if how.counted else f"{x}.shape == {x}_shape",
@@ -282,11 +301,11 @@ def conditions(x: str, how: Pattern, dims: int) -> list[str]:
 
 
 def all_of(conditions: Sequence[str]) -> str:
-    """The condition that all hold, one a line."""
+    """The condition that all of these hold, one of them in each line."""
     return "\nand ".join(conditions)
 
 
-# What the text below calls things itself.
+# Names that the text below uses itself.
 WORDS = (
     "make", "fits", "run", "operands", "options", "scalars", "check", "launch", "tally", "plain", "fitting",
     "type", "float", "AttributeError", "RuntimeError",
@@ -296,13 +315,14 @@ WANTED = "_wanted"
 
 @functools.cache
 def maker(names: Names, patterns: tuple[Pattern | None, ...], guarded: bool, does: Does) -> Callable[..., Any]:
-    """The function that makes a test of what it compares with; `generated` shows one.
+    """`make`, which returns the test for the values that it is given to compare with; `generated` shows one.
 
     Args:
-        names: What to call things.
-        patterns: Of `cu_seqlens`, `chunk_indices` and the operands; None for what is not given.
+        names: The names of a call's parts.
+        patterns: Those of `cu_seqlens`, `chunk_indices` and the operands; None for what is not given.
         guarded: Whether torch's guards compare the operands first.
-        does: `fits` tests; `spread` and `whole` launch what passes.
+        does: Whether the function only tests (`fits`) or launches a call that passes; `spread` and `whole` say how the
+            launch takes it, see `running`.
     """
     endings = [*[f"_{fact}" for fact in Facts._fields], WANTED]
     called = distinct(["cu_seqlens", "chunk_indices", *sum(names[1:], ())], WORDS, endings)
