@@ -1,8 +1,8 @@
 """Calls without a decision, written to the cache in the background.
 
-A choice that stands in for a decision has a tally, as every choice has; what it counted since the last time is added
-to the cache's counts by a daemon thread, at the end of a scope, and at exit. No call waits for that. A child process
-begins with nothing to write: what its parent counted is its parent's.
+Where there is no decision, a choice stands in for one and has a tally, as every choice has. A daemon thread adds what
+such tallies have counted to the cache's counts from time to time, as do the end of a scope and the end of the process.
+No call waits for that. A child process begins with nothing to write: its parent writes what its parent counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PAUSE_S = 5.0
 
 
 class Recorder(Protocol):
-    """What takes misses."""
+    """A store that counts misses."""
 
     def record_misses(self, misses: list[MissRecord]) -> None: ...
 
@@ -40,13 +40,13 @@ class MissLog:
         _logs.add(self)
 
     def watch(self, tally: Tally, store: Recorder) -> None:
-        """Record from now on what a tally counts."""
+        """Record the calls of a tally from now on."""
         if id(tally) not in self._watched:
             self._watched[id(tally)] = (tally, store)
             _start()
 
     def flush(self) -> None:
-        """Write what was counted since the last time."""
+        """Write the calls that were counted since the last time."""
         with self._lock:
             fresh: dict[int, tuple[Recorder, list[tuple[Tally, int, MissRecord]]]] = {}
             now = datetime.now(UTC)
@@ -73,7 +73,7 @@ class MissLog:
                     tally.flushed = calls
 
     def forget(self) -> None:
-        """In a child: what was counted so far is the parent's to write."""
+        """Leave, in a child, what was counted so far to the parent, which writes it."""
         for tally, _ in list(self._watched.values()):
             tally.flushed = tally.calls
 
@@ -84,7 +84,7 @@ _thread: threading.Thread | None = None
 
 
 def _start() -> None:
-    """Have a thread that writes."""
+    """Start the thread that writes, unless it runs."""
     global _thread
     if _thread is None or not _thread.is_alive():
         _thread = threading.Thread(target=_run, name="layout_tuner misses", daemon=True)
@@ -97,7 +97,7 @@ def _run() -> None:
 
 
 def flush() -> None:
-    """Write what every router counted since the last time."""
+    """Write the calls that every router counted since the last time."""
     for each in list(_logs):
         try:
             each.flush()
@@ -112,7 +112,7 @@ def _at_exit() -> None:
 
 @in_child
 def _forget() -> None:
-    """In a child: no thread writes yet, and nothing is to be written."""
+    """A child has no thread that writes yet, and nothing to write."""
     global _thread, _stop
     _thread, _stop = None, threading.Event()
     for each in list(_logs):

@@ -1,11 +1,11 @@
-"""The hot path: a call's signature -> a prepared launch.
+"""The hot path: from a call's signature to its prepared launch.
 
 A hit compares the call with the last one of its op, or looks its signature up in a dictionary, and launches: no lock,
-no SQL, no environment read, no logging, no string. What a signature holds (see `guards`) settles every check, so a
-call that hits needs none.
+no SQL, no environment read, no logging, no string. Every check of a call depends on its signature alone (see
+`guards`), so a call that hits needs none.
 
-A miss makes the key and asks `choices` what runs for it. Entries stack: `enable` pushes a router, the newest wins, and
-without any the default candidates run.
+A call that misses makes its key and asks `choices` for a candidate. Entries stack: `enable` pushes a router, the newest
+wins, and without any the default candidates run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _routers: weakref.WeakSet[Router] = weakref.WeakSet()
 
 
 class Router(Choices):
-    """Decisions of one `enable`, or the default candidates where `tuning` is off.
+    """Runs calls by the decisions of one `enable`, or by the default candidates where `tuning` is off.
 
     Args:
         config: Settings.
@@ -105,7 +105,7 @@ class Router(Choices):
         error: Exception,
         before: Sequence[Candidate] = (),
     ) -> Prepared:
-        """What stands in for a candidate that failed to launch, for this key and process: the default.
+        """The prepared default, which stands in for a candidate that failed to launch, for this key in this process.
 
         Where the default asks for more on-chip memory than there is, another variant stands in for it.
 
@@ -113,9 +113,9 @@ class Router(Choices):
             spec: The op.
             signature: Of the call.
             call: Its arguments.
-            failed: What failed.
-            error: How.
-            before: What failed before that.
+            failed: The launch that failed.
+            error: Its error.
+            before: Candidates that failed before it.
 
         Raises:
             Exception: `error` itself, where nothing is left to stand in, or the call itself is at fault.
@@ -148,7 +148,7 @@ class Router(Choices):
         return prepared
 
     def tally(self, spec: OpSpec, key: Key, device: torch.device, choice: Choice) -> Tally:
-        """What counts the calls of a choice; those without a decision are recorded as misses, later and elsewhere."""
+        """The tally of a choice. Calls without a decision are recorded as misses, later and by another thread."""
         if not self.tuning:
             return UNROUTED
         fresh = Tally(
@@ -167,7 +167,7 @@ class Router(Choices):
         return tally
 
     def prepare(self, spec: OpSpec, key: Key, device: torch.device, candidate: Candidate, call: Call) -> Prepared:
-        """A candidate bound for a call; calls of packed batches that differ in their length only share one."""
+        """A candidate prepared for a call. Packed batches that differ only in their length share one."""
         if not key.varlen:
             return Prepared(spec, self.problem(key, device), candidate, call)
         rounded = bucketed(key, self.config.keys.bucket)
@@ -193,7 +193,7 @@ class Router(Choices):
         cu_seqlens: torch.Tensor | None,
         chunk_indices: torch.Tensor | None,
     ) -> tuple[Signature, Prepared]:
-        """What runs a call that differs from the last one of its op, prepared just now where it is new.
+        """The prepared launch of a call that differs from the last one of its op, made now where the call is new.
 
         Raises:
             TypeError, ValueError, UnsupportedProblemError: The call itself is wrong.
@@ -235,10 +235,7 @@ class Router(Choices):
         """Run a call that differs from the last one of its op, or has numbers that are no floats."""
         try:
             known = self.prepared.by_shape.get((spec, getattr(tensors[0], "shape", None)))
-        except (
-            TypeError,
-            RuntimeError,
-        ):  # a shape that cannot be hashed, or a nested tensor, which the check will name
+        except (TypeError, RuntimeError):  # a shape that cannot be hashed, or a nested tensor: the check will name it
             known = None
         if known is not None:
             try:
@@ -265,13 +262,13 @@ class Router(Choices):
     def prove(
         self, spec: OpSpec, signature: Signature, call: Call, prepared: Prepared, run: Callable[[Prepared], R]
     ) -> R:
-        """Run for the first time what was prepared for a call, and what stands in for it where it fails.
+        """Run a prepared launch for the first time, and the launches that stand in for it where it fails.
 
         Args:
             spec: The op.
             signature: Of the call.
             call: Its arguments.
-            prepared: What has not run yet: kernels compile and fail at their first launch.
+            prepared: The launch, which has not run yet: kernels compile, and fail, at their first launch.
             run: Runs the call.
 
         Raises:
@@ -297,17 +294,17 @@ class Router(Choices):
         error: Exception,
         run: Callable[[Prepared], R],
     ) -> R:
-        """Run the default for a candidate that ran before and raises now, and keep it where that helped.
+        """Run the default for a candidate that ran before and raises now, and keep the default where it runs.
 
-        What the default cannot run either is the fault of the call or of the device. What ends for want of memory
-        once may have it the next time, so the candidate is kept.
+        Where the default fails too, the fault lies with the call or the device. A candidate that ran out of memory is
+        kept: it may have enough the next time.
 
         Args:
             spec: The op.
             signature: Of the call.
             call: Its arguments.
-            failed: What failed.
-            error: How.
+            failed: The launch that failed.
+            error: Its error.
             run: Runs the call.
 
         Raises:
@@ -336,7 +333,7 @@ class Router(Choices):
         chunk_indices: torch.Tensor | None,
         error: Exception,
     ) -> Outputs:
-        """`rescue` for a call of one op."""
+        """As `rescue`, for a call that consists of one launch."""
 
         def run(prepared: Prepared) -> Outputs:
             return prepared(tensors, as_floats(spec, scalars), cu_seqlens, chunk_indices)
@@ -357,7 +354,7 @@ class Router(Choices):
 
 
 def running(call: Call, numbers: Scalars) -> Callable[[Prepared], Outputs]:
-    """What runs a call of one op; a function of its own, as one inside `Router.run` would cost its hits."""
+    """A function that runs a call by a prepared launch; written inside `Router.run` it would slow down hits."""
 
     def run(prepared: Prepared) -> Outputs:
         return prepared(call.tensors, numbers, call.cu_seqlens, call.chunk_indices)
@@ -376,7 +373,7 @@ def present(call: Call) -> torch.Tensor:
 # -- the stack of `enable` entries -----------------------------------------------------------------------------
 
 _DEFAULT = Router(Config(), tuning=False)
-# Runs calls on tensors that are not in memory, or that torch transforms or watches; what makes operators sets it.
+# Runs calls on tensors without memory, and calls that torch transforms or watches; set where operators are made of ops.
 elsewhere: Callable[..., Outputs] | None = None
 _current: Router = _DEFAULT
 _last = _DEFAULT.prepared.last  # the current router's; one look-up less at every call
@@ -392,7 +389,7 @@ def activate(router: Router) -> None:
 
 
 def push(router: Router) -> int:
-    """Make a router the newest entry; the answer removes it again."""
+    """Make a router the newest entry; returns the ticket with which `remove` takes it out again."""
     with _stack_lock:
         ticket = next(_tickets)
         _entries[ticket] = router
@@ -439,7 +436,7 @@ def current() -> Router:
 
 
 def _at_exit() -> None:
-    """Write and close what is open, while everything that takes is still there."""
+    """Write and close what is open, while everything that this needs is still there."""
     for router in list(_routers):
         router.close()
 
@@ -456,9 +453,9 @@ def call_by(
     cu_seqlens: torch.Tensor | None = None,
     chunk_indices: torch.Tensor | None = None,
 ) -> R:
-    """`call` for an op that takes more from its launch than results: `run` is handed what was prepared for the call.
+    """As `call`, for an op that needs more of its prepared launch than the results: it is handed to `run`.
 
-    Where a candidate fails, `run` is called again, with what stands in for it.
+    Where a candidate fails, `run` is called again, with the prepared launch that stands in for it.
     """
     router = _current
     known = router.prepared.last.get(spec)
@@ -484,7 +481,7 @@ def as_floats(spec: OpSpec, scalars: Scalars) -> Scalars:
     """Numbers as kernels take them.
 
     Raises:
-        TypeError: One that is no number; a tensor would have to be waited for.
+        TypeError: A value is no number; for the number in a tensor the host would have to wait.
     """
     faults = number_faults(spec, scalars)
     if faults:
@@ -503,7 +500,7 @@ def call(
     """Run an op. A chosen candidate that fails to launch is put aside and the default runs in its place."""
     try:
         known = _last[spec]
-    except KeyError:  # left before anything runs: an error of the call is no consequence of this one
+    except KeyError:  # nothing runs inside this block: its errors would name the KeyError as their cause
         results = None
     else:
         try:

@@ -85,11 +85,11 @@ def distinct(wanted: Iterable[str], taken: Iterable[str], endings: Iterable[str]
     """
     used = {*taken, *keyword.kwlist}
     suffixes = ("", *endings)
-    found = []
+    called = []
     for name in wanted:
         plain = re.sub(r"\W|^(?=\d)", "_", name)
         tries = itertools.chain([plain], (f"{plain}_{number}" for number in itertools.count(2)))
         free = next(each for each in tries if used.isdisjoint(each + suffix for suffix in suffixes))
         used.update(free + suffix for suffix in suffixes)
-        found.append(free)
-    return found
+        called.append(free)
+    return called

@@ -166,7 +166,7 @@ class BoundKernel:
         return self.kernel[(grid,)](*arguments, **self.constants)
 
     def launch(self, grid: int, arguments: tuple[Any, ...]) -> None:
-        """Launch arguments of another kind than the last ones: directly where the kind is known, else through Triton."""
+        """Launch arguments of another kind than the last ones: directly where the kind is known, else by Triton."""
         if grid <= 0:
             return
         known = None

@@ -31,7 +31,7 @@ class Workspace:
 
     @classmethod
     def of(cls, memories: Iterable[Memory]) -> Workspace:
-        """The workspace of these memories, each at the lowest offset where none lies that is in use at the same time."""
+        """The workspace of these memories, each at the lowest offset where no other lies that is in use with it."""
         offsets: dict[Memory, int] = {}
         for memory in sorted(memories, key=lambda memory: (-memory.bytes, memory.first)):
             beside = [other for other in offsets if other.first <= memory.last and memory.first <= other.last]

@@ -127,10 +127,10 @@ def _version(cu_seqlens: torch.Tensor) -> tuple[int, int]:
 
 def _known(cu_seqlens: torch.Tensor, chunk_size: int) -> _Chunks | None:
     """What is remembered of a tensor as it is now."""
-    found = _memo.get((id(cu_seqlens), chunk_size))
-    if found is None or found.of() is not cu_seqlens or found.version != _version(cu_seqlens):
+    chunks = _memo.get((id(cu_seqlens), chunk_size))
+    if chunks is None or chunks.of() is not cu_seqlens or chunks.version != _version(cu_seqlens):
         return None
-    return found
+    return chunks
 
 
 def _remember(
@@ -145,8 +145,8 @@ def _remember(
     """Keep lists in place of those of an older version, until the tensor goes."""
     slot = id(cu_seqlens), chunk_size
     with _lock:
-        found = _memo.get(slot)
-        if found is not None and found.of() is cu_seqlens and found.version[0] > version[0]:
+        chunks = _memo.get(slot)
+        if chunks is not None and chunks.of() is cu_seqlens and chunks.version[0] > version[0]:
             return  # another thread was here after the next write
         memo = _memo  # a module's names are gone before its last tensors are
         of = weakref.ref(cu_seqlens, lambda _: memo.pop(slot, None))

@@ -46,7 +46,7 @@ def plain(*tensors: object) -> bool:
 
 
 def in_memory(*tensors: object) -> bool:
-    """The same, for tensors that may be nested, sparse or on the `meta` device, which are none of it."""
+    """Whether tensors are plain ones as for `plain`, and none of them is nested, sparse or on the `meta` device."""
     ordinary = [
         not isinstance(x, torch.Tensor) or (x.layout is torch.strided and not x.is_nested and not x.is_meta)
         for x in tensors
@@ -60,13 +60,13 @@ def is_meta(tensor: torch.Tensor) -> bool:
 
 
 def faking() -> bool:
-    """Whether a mode is on that runs nothing, so that what is found out under it is true of no device."""
+    """Whether a mode is on under which no operator runs: what is measured or tried then holds for no device."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None or bool(_jit())
 
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Within it, torch runs as if nothing were watching."""
+    """A context in which torch runs as if nothing were tracing, transforming or watching."""
     state = torch._C._get_tracing_state() if _jit() else None
     if state is not None:
         torch._C._set_tracing_state(None)  # type: ignore[arg-type,attr-defined]
@@ -82,15 +82,15 @@ def faults(named: dict[str, Any]) -> list[str]:
     """What is wrong with tensors that are not plain ones and stand for none, by name."""
     if _transforms() is not None:
         return ["vmap, grad and the other transforms of torch.func are not served: make B larger, use torch.autograd"]
-    found = []
+    wrong: list[str] = []
     for name, x in named.items():
         if not isinstance(x, torch.Tensor):
             continue
         if x.is_nested:
-            found.append(f"{name}: wanted a plain tensor, got a nested one: pass its values with cu_seqlens")
+            wrong.append(f"{name}: wanted a plain tensor, got a nested one: pass its values with cu_seqlens")
         elif x.layout is not torch.strided:
-            found.append(f"{name}: wanted a dense tensor, got layout {x.layout}: call to_dense()")
+            wrong.append(f"{name}: wanted a dense tensor, got layout {x.layout}: call to_dense()")
         elif not _plain[type(x)] and type(x).__name__ not in STAND_INS:
             hint = ": call to_local()" if hasattr(x, "to_local") else ""
-            found.append(f"{name}: wanted a plain tensor, got a {type(x).__name__}{hint}")
-    return found
+            wrong.append(f"{name}: wanted a plain tensor, got a {type(x).__name__}{hint}")
+    return wrong
