@@ -27,7 +27,7 @@ from .sharing.pins import read_pins
 from .sqlite.file import Store
 from .sqlite.seal import warn_about
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 PACKAGED = Path(__file__).with_name("packaged.sqlite")
 """Decisions that ship with the package, where it ships any."""
@@ -342,7 +342,7 @@ def open_pins(path: str | os.PathLike[str]) -> tuple[MemoryStore, str]:
     store = MemoryStore()
     for record in decisions:
         store.publish(record, EnvironmentRecord(id=record.environment))
-    logger.info("%s: %d pinned decisions, sha256 %s; nothing else is used", path, len(decisions), digest)
+    log.info("%s: %d pinned decisions, sha256 %s; nothing else is used", path, len(decisions), digest)
     return store, digest
 
 

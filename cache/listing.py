@@ -14,7 +14,7 @@ from .places.guarded import GuardedStore
 from .records import DecisionRecord, KeyRecord
 from .sqlite.sql import SqlStore
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ def _parts(store: LayeredStore, layer: Layer, wanted: dict[str, str | None]) -> 
         except StoreError as error:
             if layer is store.layers[0]:
                 raise
-            logger.warning("%s; left out", error)
+            log.warning("%s; left out", error)
             continue
         yield _Part(layer=layer, keys=keys, groups=groups, source=source)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,7 +52,7 @@ class Explanation:
     decision: DecisionRecord | None = None
     layer: str = ""
     nearest: DecisionRecord | None = None
-    differing: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    differing: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 def explain(

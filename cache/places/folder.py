@@ -20,7 +20,7 @@ from ..records import DecisionRecord, EnvironmentRecord, KeyRecord, MissRecord
 from ..sqlite.file import Store, in_wal_mode
 from ..sqlite.queries import key_hash
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _Record = TypeVar("_Record")
 
@@ -205,7 +205,7 @@ class FolderStore:
         if path not in self._said:
             self._said.add(path)
             level = logging.INFO if error.fault is Fault.UNAVAILABLE else logging.WARNING
-            logger.log(level, "%s; left out for now", error)
+            log.log(level, "%s; left out for now", error)
 
 
 def _state(path: Path) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from ..merge import Slot, slot_of
 from ..records import DecisionRecord, EnvironmentRecord, KeyRecord, MissRecord
 from ..validation import RefusedRowError
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
@@ -209,9 +209,9 @@ class GuardedStore:
                     self._store = None
             if not self._said:
                 self._said = True
-                logger.warning("%s; decisions are kept in memory until it can be used again", error)
+                log.warning("%s; decisions are kept in memory until it can be used again", error)
 
     def _healed(self) -> None:
         with self._lock:
             self._fault, self._said, self._pause_s = None, False, FIRST_RETRY_S
-        logger.info("%s: answers again", self.name)
+        log.info("%s: answers again", self.name)

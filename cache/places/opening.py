@@ -33,7 +33,7 @@ __all__ = [
 # A path keeps one of a URL's slashes.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def default_path() -> Path:
@@ -81,7 +81,7 @@ def open_path(path: Path, fault: Fault | None = None) -> Store | FolderStore:
     kind = file_system(path.parent)
     if not kind.local:
         if fault is None:
-            logger.info(
+            log.info(
                 "%s is on a network file system (%s): each host writes its own file, all are read", path, kind.name
             )
         return FolderStore(path)

@@ -21,7 +21,7 @@ from ..sqlite import migrations, schema
 from ..sqlite.models import SCHEMA_VERSION, SchemaVersion
 from ..sqlite.sql import SqlStore
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
@@ -248,7 +248,7 @@ class ServerStore(SqlStore):
             # All of them or, where one fails, none: definitions of tables are part of a transaction here.
             for version in range(found, SCHEMA_VERSION):
                 migrations.step(connection, version)
-            logger.info("%s: migrated from schema version %d to %d", self._place, found, SCHEMA_VERSION)
+            log.info("%s: migrated from schema version %d to %d", self._place, found, SCHEMA_VERSION)
         elif found != SCHEMA_VERSION:
             raise StoreError(
                 f"{self._place} has schema version {found}, this version of layout_tuner uses {SCHEMA_VERSION}",

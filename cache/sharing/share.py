@@ -1,12 +1,11 @@
 """Decisions on their way between machines: export, import, merge, diff."""
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from ..sqlite.models import Seal
 from ..sqlite.seal import BLANK, SealState, seal, seal_state
 from ..sqlite.sql import SqlStore
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 MOST_CONFLICTS = 10_000
 """Conflicts that a merge keeps to be listed; beyond it they are counted."""
@@ -211,7 +210,7 @@ def differences(one: DecisionStore, other: DecisionStore) -> Iterator[Difference
     while left is not None or right is not None:
         # Texts and numbers sort in a file as they do here.
         places = [_place(record) for record in (left, right) if record is not None]
-        place = min(places, key=lambda each: (each[0], *dataclasses.astuple(each[1])))
+        place = min(places, key=lambda each: (each[0], *astuple(each[1])))
         mine = left if left is not None and _place(left) == place else None
         theirs = right if right is not None and _place(right) == place else None
         if mine is None or theirs is None or (mine.candidate, mine.revision) != (theirs.candidate, theirs.revision):
@@ -254,7 +253,7 @@ def open_shared(path: Path) -> Iterator[Store]:
     require_file(path)
     state = require_unbroken(path)
     if state is SealState.NONE and not Path(f"{path}-wal").exists():
-        logger.info("%s: carries no seal, so it is no export; whether it is complete cannot be told", path)
+        log.info("%s: carries no seal, so it is no export; whether it is complete cannot be told", path)
     found = Store(path, immutable=True) if state is SealState.SOUND else open_for_reading(path)
     with contextlib.closing(found) as store:
         yield store
@@ -391,7 +390,7 @@ def _by_key(store: DecisionStore) -> list[list[DecisionRecord]]:
     groups: dict[tuple[str, KeyRecord], list[DecisionRecord]] = {}
     for record in store.decisions():
         groups.setdefault(_place(record), []).append(record)
-    order = sorted(groups, key=lambda place: (place[0], *dataclasses.astuple(place[1])))
+    order = sorted(groups, key=lambda place: (place[0], *astuple(place[1])))
     return [groups[place] for place in order]
 
 

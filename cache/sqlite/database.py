@@ -26,7 +26,7 @@ from ..faults import CAUGHT, Fault, StoreError, fault_of, store_error
 from ..names import journal_beside, require_one_name, resolved
 from .plain import require_plain
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 

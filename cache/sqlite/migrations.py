@@ -19,7 +19,7 @@ from ..records import time_text, utc_now
 from .database import Database
 from .models import SchemaVersion
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 Migration = Callable[[Connection], None]
 
@@ -73,7 +73,7 @@ def migrate(
     finally:
         held.close()
         _remove(copy)
-    logger.info("%s: migrated from schema version %d to %d", path, found, wanted)
+    log.info("%s: migrated from schema version %d to %d", path, found, wanted)
 
 
 def _hold(connection: sqlite3.Connection, path: Path) -> None:

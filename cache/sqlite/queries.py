@@ -56,7 +56,7 @@ from .rows import (
     miss_row,
 )
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _Record = TypeVar("_Record")
 
@@ -339,7 +339,7 @@ def _sound(rows: Iterable[Row], record: Callable[[Row], _Record]) -> Iterator[_R
         except RefusedRowError as error:
             refused.append(error)
     if refused:
-        logger.warning("%d stored rows are ignored, the first for this: %s", len(refused), refused[0])
+        log.warning("%d stored rows are ignored, the first for this: %s", len(refused), refused[0])
 
 
 def _measurements(connection: Connection, ids: Sequence[int]) -> dict[int, list[Row]]:

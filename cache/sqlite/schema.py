@@ -22,7 +22,7 @@ from .models import SCHEMA_VERSION, Base, SchemaVersion
 from .plain import columns_of
 from .seal import SEALED, locked_export
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 APPLICATION_ID = 0x4C54444E
 """Marks a SQLite file as one of this product's, so that no other program's file is taken for a damaged one."""
@@ -69,7 +69,7 @@ def prepare(database: Database, *, verify: bool = False) -> None:
                     migrations.migrate(database, found, SCHEMA_VERSION)
         else:
             if found > SCHEMA_VERSION:
-                logger.warning("%s; it is read, not written", _newer(database.path, found))
+                log.warning("%s; it is read, not written", _newer(database.path, found))
                 database.read_only = True
                 _check_tables(database, found)
                 return
@@ -171,7 +171,7 @@ def set_aside(database: Database, reason: Exception, probe: Callable[[Connection
             with suppress(FileNotFoundError):
                 os.replace(f"{path}{suffix}", f"{target}{suffix}")
         os.replace(path, target)
-    logger.warning(
+    log.warning(
         "%s is no sound decision file (%s); it was set aside as %s and a new one begun", path, reason, target.name
     )
     return target

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from layout_tuner.errors import CacheError
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _MARK = b"layout_tuner-seal-sha256:"
 _DIGITS = 64
@@ -89,11 +89,9 @@ def warn_about(path: Path) -> None:
     """Says what makes a shared file doubtful: anybody may write it, or it is no export but a file in use."""
     with contextlib.suppress(OSError):
         if os.stat(path).st_mode & 0o002:
-            logger.warning("%s: anybody on this machine may write it; take that right away (chmod o-w)", path)
+            log.warning("%s: anybody on this machine may write it; take that right away (chmod o-w)", path)
         if Path(f"{path}-wal").exists():
-            logger.warning(
-                "%s: is in use by a writer, so what was written last is not seen; share an export of it", path
-            )
+            log.warning("%s: is in use by a writer, so what was written last is not seen; share an export of it", path)
 
 
 class _UnreadableSealError(Exception):

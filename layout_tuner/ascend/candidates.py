@@ -4,24 +4,24 @@ Nothing is written twice: `OpSpec.bind` chooses tiles, grid and arguments for a 
 launcher records what it would launch, and that is lowered.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import torch
 
-from layout_tuner.ascend.compile.compiler import Answer, Compiler, Failure
-from layout_tuner.ascend.facts import BLOCK_BYTES, KernelFacts
-from layout_tuner.ascend.lowering import Launch, Pointer, parameters
-from layout_tuner.ascend.targets import Target
-from layout_tuner.device.driver import Chip
-from layout_tuner.errors import LayoutTunerError
-from layout_tuner.launch import launcher
-from layout_tuner.launch.prepared import Prepared
-from layout_tuner.spec.declaration import Candidate, OpSpec, Problem
-from layout_tuner.spec.keys import Key
-from layout_tuner.spec.operands import Call
-from layout_tuner.tuning.inputs import synthesize
+from ..device.driver import Chip
+from ..errors import LayoutTunerError
+from ..launch import launcher
+from ..launch.prepared import Prepared
+from ..spec.declaration import Candidate, OpSpec, Problem
+from ..spec.keys import Key
+from ..spec.operands import Call
+from ..tuning.inputs import synthesize
+from .compile.compiler import Answer, Compiler, Failure
+from .facts import BLOCK_BYTES, KernelFacts
+from .lowering import Launch, Pointer, parameters
+from .targets import Target
 
 _DTYPES: Final = {
     torch.bfloat16: "bf16",
@@ -35,7 +35,7 @@ _DTYPES: Final = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class KernelReport:
     """What the compiler made of one launch of a candidate.
 
@@ -66,7 +66,7 @@ class KernelReport:
     seconds: float = 0.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CandidateReport:
     """What the compiler made of one candidate of a key.
 
@@ -120,17 +120,16 @@ class CandidateReport:
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return {
-            **dataclasses.asdict(self),
+            **asdict(self),
             "ok": self.ok,
             "totals": self.totals(),
             "kernels": [
-                {**dataclasses.asdict(kernel), "facts": kernel.facts and kernel.facts.to_json()}
-                for kernel in self.kernels
+                {**asdict(kernel), "facts": kernel.facts and kernel.facts.to_json()} for kernel in self.kernels
             ],
         }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """One candidate of an op at a key."""
 
@@ -226,16 +225,15 @@ def compile_candidates(
             made, relayout_bytes = [], 0
             # torch says so too where this machine's memory is too small: nothing that stays so.
             passing = isinstance(error, (RuntimeError, MemoryError))
-            report = dataclasses.replace(
+            report = replace(
                 report, error=f"{type(error).__name__}: {error}", refusal="device" if passing else "compile"
             )
         found.append(made)
-        reports.append(dataclasses.replace(report, relayout_bytes=relayout_bytes))
+        reports.append(replace(report, relayout_bytes=relayout_bytes))
     flat = [launch for made in found for launch in made]
     kernels = iter(_compiled(flat, compiler, progress, timeout_s))
     return [
-        dataclasses.replace(report, kernels=tuple(next(kernels) for _ in made))
-        for report, made in zip(reports, found, strict=True)
+        replace(report, kernels=tuple(next(kernels) for _ in made)) for report, made in zip(reports, found, strict=True)
     ]
 
 

@@ -6,15 +6,15 @@ never time: cycles are not in the module.
 """
 
 import collections
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any, Final, Literal
 
-from layout_tuner.ascend.mlir.parser import Location, MemRef, Operation, parse_module
-from layout_tuner.ascend.mlir.walk import Argument, View, Walk, core_of, entries
-from layout_tuner.ascend.targets import Target
+from .mlir.parser import Location, MemRef, Operation, parse_module
+from .mlir.walk import Argument, View, Walk, core_of, entries
+from .targets import Target
 
 # The engine that moves data works in blocks of this many bytes; a shorter burst costs a whole one.
 BLOCK_BYTES: Final = 32
@@ -24,7 +24,7 @@ WORKSPACE: Final = "workspace"
 Pattern = Literal["contiguous", "rows", "strided", "unknown"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Transfer:
     """Data moved between global and on-chip memory by one line of source, summed over its executions.
 
@@ -56,7 +56,7 @@ class Transfer:
         return self.route.startswith("GM->")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Count:
     """How often something happens at a line of source."""
 
@@ -65,7 +65,7 @@ class Count:
     count: float
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class KernelFacts:
     """What one program (or one task of it) does; `analyse` makes it.
 
@@ -150,7 +150,7 @@ class KernelFacts:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, with the totals under `summary`."""
-        return {**dataclasses.asdict(self), "summary": self.summary()}
+        return {**asdict(self), "summary": self.summary()}
 
 
 def _total(counts: Iterable[Count]) -> float:
@@ -244,7 +244,7 @@ def bursts_of(sizes: Sequence[int], strides: Sequence[int], bits: int) -> tuple[
     return number, max(1, run * bits // 8), "strided" if strided else "contiguous" if number == 1 else "rows"
 
 
-@dataclasses.dataclass
+@dataclass
 class _Totals:
     calls: int = 0
     bytes: int = 0

@@ -5,15 +5,15 @@ A `Launch` says what the host code would launch: the kernel, the grid, the argum
 one place.
 """
 
-import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from layout_tuner.ascend.compile.compiler import Answer, Constexpr, Request
-from layout_tuner.ascend.facts import KernelFacts, analyse
-from layout_tuner.ascend.mlir.walk import Argument
+from .compile.compiler import Answer, Constexpr, Request
+from .facts import KernelFacts, analyse
+from .mlir.walk import Argument
 
 _ALIGNMENT: Final = 16
 _INT32: Final = range(-(1 << 31), 1 << 31)
@@ -23,7 +23,7 @@ _SAMPLES: Final = 8
 TASKS: Final = ("TASKS", "n_tasks")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Parameter:
     """A parameter of a kernel."""
 
@@ -49,7 +49,7 @@ def parameters(kernel: Any) -> tuple[Parameter, ...]:
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Pointer:
     """A tensor argument.
 
@@ -67,7 +67,7 @@ class Pointer:
 RunTimeArgument = Pointer | int | float | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Launch:
     """One launch of a kernel.
 

@@ -4,16 +4,16 @@
 table shows it.
 """
 
-import dataclasses
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
-from layout_tuner.ascend.candidates import CandidateReport, Case, cases_of
-from layout_tuner.ascend.targets import target_named
-from layout_tuner.spec import calls
-from layout_tuner.spec.declaration import OpSpec
-from layout_tuner.spec.keys import Form, Key
-from layout_tuner.spec.layouts import Layout
+from ..spec import calls
+from ..spec.declaration import OpSpec
+from ..spec.keys import Form, Key
+from ..spec.layouts import Layout
+from .candidates import CandidateReport, Case, cases_of
+from .targets import target_named
 
 TARGET: Final = "Ascend910B3"
 OTHER_TARGETS: Final = ("Ascend910_9391", "Ascend950PR_9589")
@@ -56,7 +56,7 @@ def refused(spec: OpSpec, found: Key) -> bool:
     return bool([*calls.common_reasons(spec, found), *spec.unsupported(found)])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Part:
     """Part of the matrix: one op on one target, in one width, dtype and kind of batch.
 
@@ -156,7 +156,7 @@ def complaints(case: Case, report: CandidateReport) -> list[str]:
     return found
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """A candidate and what is wrong with it."""
 

@@ -4,13 +4,13 @@ No time is estimated: cycles are not in the compiler's output. `RULE` counts wha
 once, without weights, and the candidate with the least is predicted. Any measurement replaces a prediction.
 """
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
-from layout_tuner.ascend.candidates import CandidateReport
-from layout_tuner.ascend.facts import BLOCK_BYTES
-from layout_tuner.ascend.published import PublishedKernel
+from .candidates import CandidateReport
+from .facts import BLOCK_BYTES
+from .published import PublishedKernel
 
 RULE: Final = (
     "Work units of a candidate, over all tasks of all its launches: one for each 32-byte block moved between global "
@@ -21,7 +21,7 @@ RULE: Final = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Prediction:
     """What to start from at a key, and why.
 

@@ -4,16 +4,16 @@ The numbers are the compiler's own: what `bishengir-compile` 1.2.0 attaches to a
 (`dlti.target_system_spec`). The memory of a vector core is UB, those of a cube core are L1 and L0C.
 """
 
-import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final, Literal
 
-from layout_tuner.errors import ConfigError
+from ..errors import ConfigError
 
 Generation = Literal["A2", "A3", "A5"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Target:
     """One SoC as the compiler sees it."""
 

@@ -232,7 +232,8 @@ def stated_path(cache: str | None, config: Path | None) -> Path | str:
         CacheError: It is not.
     """
     from layout_tuner.cache.places.opening import default_path, require_existing
-    from layout_tuner.config import Config
+
+    from ..config import Config
 
     if cache is not None:
         if "://" in cache:
@@ -280,7 +281,8 @@ def _store(
         require_no_export,
     )
     from layout_tuner.cache.places.server import ServerStore
-    from layout_tuner.config import Config
+
+    from ..config import Config
 
     if cache is not None and "://" in cache:
         return closing(ServerStore(cache, create=not existing))
@@ -297,14 +299,15 @@ def require_known_op(found: Iterable[object], op: str | None) -> None:
     if op is None or "." in op or next(iter(found), None) is not None:
         return
     import layout_tuner.ops  # noqa: F401  registers every op
-    from layout_tuner.spec import registry
+
+    from ..spec import registry
 
     registry.lookup(op)
 
 
 def _require_decisions(store: Store | FolderStore | ServerStore, environment: str | None, op: str | None) -> None:
     """Raises `CacheError` where nothing is to be exported: a typo must not replace an export by an empty one."""
-    from layout_tuner.errors import CacheError
+    from ..errors import CacheError
 
     if next(store.decisions(environment=environment, op=op), None) is not None:
         return
@@ -342,7 +345,7 @@ def _tally_json(tally: Tally) -> dict[str, int]:
 
 
 def _key_text(key: KeyRecord) -> str:
-    from layout_tuner.spec.keys import Key
+    from ..spec.keys import Key
 
     return str(Key(**{name: getattr(key, name) for name in Key.__dataclass_fields__}))
 

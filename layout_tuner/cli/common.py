@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from layout_tuner import __version__
+from .. import __version__
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -86,7 +86,7 @@ def exit_on_bad_input() -> Iterator[None]:
     What cannot be used as it was given is bad input; what failed while it was worked on is a failure. With `--json`
     the message is on stdout too, as an object, unless something else is there already.
     """
-    from layout_tuner.errors import LayoutTunerError
+    from ..errors import LayoutTunerError
 
     _prepare_streams()
     try:
@@ -157,7 +157,7 @@ def _output_lost() -> bool:
 
 def failed_at_work(error: Exception) -> bool:
     """Whether what was given could be used, and something failed all the same: a key, a disk, another writer."""
-    from layout_tuner.errors import TuningError
+    from ..errors import TuningError
 
     fault = getattr(error, "fault", None)
     return isinstance(error, TuningError) or getattr(fault, "value", "") in ("busy", "read only")
@@ -165,10 +165,10 @@ def failed_at_work(error: Exception) -> bool:
 
 def use_interpreter_on_cpu(device: str | None) -> None:
     """Turn Triton's interpreter on, before Triton is imported, where the CPU is what there is or is asked for."""
-    from layout_tuner import config
+    from .. import config
 
     if device is None:
-        from layout_tuner.device import driver
+        from ..device import driver
 
         device = driver.resolve().type
     if device == "cpu":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from layout_tuner.cli.common import microseconds, percent, plain, scientific
+from .common import microseconds, percent, plain, scientific
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -15,12 +15,12 @@ from .common import console, plain, print_json, use_interpreter_on_cpu
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from layout_tuner.ascend.candidates import CandidateReport
-    from layout_tuner.ascend.compile.compiler import Compiler
-    from layout_tuner.ascend.targets import Target
-    from layout_tuner.explanation import Explanation
-    from layout_tuner.spec.declaration import OpSpec
-    from layout_tuner.spec.keys import Key
+    from ..ascend.candidates import CandidateReport
+    from ..ascend.compile.compiler import Compiler
+    from ..ascend.targets import Target
+    from ..explanation import Explanation
+    from ..spec.declaration import OpSpec
+    from ..spec.keys import Key
 
 # Differences shown in the table.
 MOST_LINES = 24
@@ -68,10 +68,10 @@ def explain(
         return
     if cache is not None or device is not None:
         raise typer.BadParameter("--target compiles, and takes neither --cache nor --device")
-    from layout_tuner import ops as _ops  # noqa: F401  registers every op
-    from layout_tuner.ascend.candidates import cases_of, compile_candidates
-    from layout_tuner.ascend.targets import target_named
-    from layout_tuner.errors import UnsupportedProblemError
+    from .. import ops as _ops  # noqa: F401  registers every op
+    from ..ascend.candidates import cases_of, compile_candidates
+    from ..ascend.targets import target_named
+    from ..errors import UnsupportedProblemError
 
     chip = target_named(target)
     wanted, refused = wanted_keys(shape, op, form, config)
@@ -108,7 +108,7 @@ def explain_stored(
 
         require_existing(cache.expanduser())
     use_interpreter_on_cpu(device)
-    from layout_tuner.explanation import explain_keys
+    from ..explanation import explain_keys
 
     wanted, refused = wanted_keys(shape, op, form, config)
     found = explain_keys(wanted, config=config, cache=cache, device=device)
@@ -161,9 +161,9 @@ def wanted_keys(
     Raises:
         ConfigError: The shape cannot be used.
     """
-    from layout_tuner.config import Config
-    from layout_tuner.spec import registry
-    from layout_tuner.spec.shapes import keys, parse_shapes
+    from ..config import Config
+    from ..spec import registry
+    from ..spec.shapes import keys, parse_shapes
 
     row: dict[str, Any] = parse_fields(shape)
     if op is not None:
@@ -180,7 +180,7 @@ def parse_fields(text: str) -> dict[str, Any]:
     Raises:
         ConfigError: Parts that are no `name=value`, names that stand twice, numbers no size can be; all in one message.
     """
-    from layout_tuner.errors import ConfigError
+    from ..errors import ConfigError
 
     row: dict[str, Any] = {}
     faults: list[str] = []
@@ -207,9 +207,9 @@ def compiling(target: Target, config: Path | None) -> Iterator[tuple[Compiler, A
     import platformdirs
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from layout_tuner.ascend.compile.compiler import Compiler
-    from layout_tuner.ascend.compile.toolchain import find_toolchain
-    from layout_tuner.config import Config
+    from ..ascend.compile.compiler import Compiler
+    from ..ascend.compile.toolchain import find_toolchain
+    from ..config import Config
 
     settings = Config.load(config).ascend
     toolchain = find_toolchain(settings.python or None)
@@ -228,8 +228,8 @@ def key_json(key: Key, reports: Sequence[CandidateReport]) -> dict[str, Any]:
     """A key's candidates as one JSON object."""
     import dataclasses
 
-    from layout_tuner.ascend.candidates import differing_lines
-    from layout_tuner.ascend.prediction import predict
+    from ..ascend.candidates import differing_lines
+    from ..ascend.prediction import predict
 
     prediction = predict(reports)
     return {
@@ -246,7 +246,7 @@ def key_json(key: Key, reports: Sequence[CandidateReport]) -> dict[str, Any]:
 
 def print_key(key: Key, reports: Sequence[CandidateReport], target: Target) -> None:
     """A key's candidates side by side, what differs, what the compiler said, and what is predicted."""
-    from layout_tuner.ascend.prediction import predict
+    from ..ascend.prediction import predict
 
     out = console()
     out.print(f"{key}\non {target.name}, by {reports[0].compiler}", markup=False)
@@ -267,7 +267,7 @@ def totals_table(reports: Sequence[CandidateReport], target: Target) -> Table:
     """Counts of the whole call, a column for each candidate."""
     from rich.table import Table
 
-    from layout_tuner.ascend.prediction import units
+    from ..ascend.prediction import units
 
     table = Table(pad_edge=False)
     table.add_column("the whole call", overflow="fold")
@@ -308,7 +308,7 @@ def differences_table(reports: Sequence[CandidateReport]) -> Table:
     """What candidates do differently, with the Python line."""
     from rich.table import Table
 
-    from layout_tuner.ascend.candidates import differing_lines
+    from ..ascend.candidates import differing_lines
 
     compiled = [report for report in reports if report.ok]
     table = Table(pad_edge=False)

@@ -42,13 +42,14 @@ def predict_shapes(
         ConfigError: Unknown target, unusable shapes, no toolchain; nothing was stored.
         typer.Exit: With 1: a candidate does not compile, no kernel serves a key, or the file could not be written.
     """
-    from layout_tuner import ops as _ops  # noqa: F401  registers every op
-    from layout_tuner.ascend.candidates import cases_of, compile_candidates
-    from layout_tuner.ascend.prediction import predict
-    from layout_tuner.ascend.targets import target_named
     from layout_tuner.cache.places.opening import open_store
-    from layout_tuner.config import Config
-    from layout_tuner.spec.shapes import keys, load_shapes
+
+    from .. import ops as _ops  # noqa: F401  registers every op
+    from ..ascend.candidates import cases_of, compile_candidates
+    from ..ascend.prediction import predict
+    from ..ascend.targets import target_named
+    from ..config import Config
+    from ..spec.shapes import keys, load_shapes
 
     chip = target_named(target)
     settings = Config.load(config)

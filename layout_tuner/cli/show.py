@@ -112,7 +112,7 @@ def _tables(groups: Iterable[list[Resolution]], name: str, left: int, page: int,
 
 def _print_paged(texts: Iterator[str]) -> None:
     """Prints texts as they come, on a terminal through the user's pager."""
-    from layout_tuner.config import pager
+    from ..config import pager
 
     command = pager()
     paged = sys.stdout.isatty() and sys.stdin is not None and sys.stdin.isatty() and shutil.which(command[0])
@@ -134,7 +134,8 @@ def _layers(cache: str | None, config: Path | None) -> LayeredStore:
     from layout_tuner.cache.memory import MemoryStore
     from layout_tuner.cache.places.opening import require_existing
     from layout_tuner.cache.places.server import ServerStore
-    from layout_tuner.config import Config
+
+    from ..config import Config
 
     settings = Config.load(config)
     if cache is not None:
@@ -154,7 +155,8 @@ def _layers(cache: str | None, config: Path | None) -> LayeredStore:
 def _warn_of_change(name: str) -> None:
     """Says on stderr where what is shown is an export that was changed."""
     from layout_tuner.cache.sharing.share import require_unbroken
-    from layout_tuner.errors import CacheError
+
+    from ..errors import CacheError
 
     place = Path(name)
     if not place.is_file():

@@ -6,11 +6,10 @@ is, so calls that come through the library are never slower for it; calls of `la
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -72,7 +71,7 @@ def rivalry(
             return bind_function(spec, problem, ours, nullcontext)
         return bind_function(spec, problem, library, aside)
 
-    taken = {field.name: getattr(spec, field.name) for field in dataclasses.fields(OpSpec)}
+    taken = {field.name: getattr(spec, field.name) for field in fields(OpSpec)}
     changed: dict[str, Any] = dict(
         name=f"{name}.{spec.name}",
         layout_groups=(),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from dataclasses import fields
 
-from layout_tuner import __version__
 from layout_tuner.cache.records import DecisionRecord, EnvironmentRecord, KeyRecord, MeasurementRecord
 
+from .. import __version__
 from ..device.environment import Environment
 from ..spec.declaration import Candidate
 from ..spec.keys import Key
@@ -21,7 +21,7 @@ def key_record(key: Key) -> KeyRecord:
 
 def key_of(record: KeyRecord) -> Key:
     """A stored key."""
-    return Key.of({field.name: getattr(record, field.name) for field in dataclasses.fields(Key)})
+    return Key.of({field.name: getattr(record, field.name) for field in fields(Key)})
 
 
 def outcome_record(

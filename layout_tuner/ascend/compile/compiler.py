@@ -6,7 +6,6 @@ A worker that crashes or hangs is ended and replaced; its request is answered wi
 
 import collections
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
@@ -17,11 +16,12 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePath
 from typing import IO, Final, Literal
 
-from layout_tuner.ascend.compile.toolchain import Toolchain
-from layout_tuner.ascend.targets import Target
+from ..targets import Target
+from .toolchain import Toolchain
 
 _WORKER: Final = Path(__file__).with_name("worker.py")
 _FRONT_END_TIMEOUT_S: Final = 60.0
@@ -63,7 +63,7 @@ Scalar = bool | int | float | str | None
 Constexpr = Scalar | Mapping[str, str]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """One kernel to lower.
 
@@ -88,7 +88,7 @@ class Request:
     constexprs: Mapping[str, Constexpr]
     divisible_by_16: Sequence[str] = ()
     equal_to_1: Sequence[str] = ()
-    packages: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    packages: Mapping[str, str] = field(default_factory=dict)
     path: Sequence[str] = ()
     stage: Literal["linalg", "hivm"] = "hivm"
     options: Sequence[str] = ()
@@ -100,7 +100,7 @@ class Request:
         return [name for name, kind in self.signature.items() if kind is not None and name not in self.equal_to_1]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Answer:
     """What became of a request.
 
@@ -317,7 +317,7 @@ class Compiler:
     def _text(self, request: Request) -> str:
         family = "A5" if self.target.generation == "A5" else "A2"
         message = {
-            **dataclasses.asdict(request),
+            **asdict(request),
             "target": self.target.name,
             "front_end_options": dict(_FRONT_END_OPTIONS[family]),
             "compiler": str(self.toolchain.compiler(self.target)),
@@ -355,9 +355,9 @@ class _Worker:
         except BrokenPipeError:
             line = b""
         if line:
-            fields = json.loads(line)
-            known = {field.name for field in dataclasses.fields(Answer)}
-            return Answer(**{name: value for name, value in fields.items() if name in known})
+            said = json.loads(line)
+            known = {field.name for field in fields(Answer)}
+            return Answer(**{name: value for name, value in said.items() if name in known})
         # Its output ended: it is about to exit by itself, with a status and words that say why.
         status, errors = self.close(grace_s=_EXIT_S if line == b"" else 0.0)
         return Answer(stage="worker", exit_status=status or 1, stderr=errors, timed_out=line is None)

@@ -6,7 +6,6 @@ go wherever a verdict goes.
 """
 
 import contextlib
-import dataclasses
 import functools
 import json
 import os
@@ -15,11 +14,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from layout_tuner.ascend.targets import Target
-from layout_tuner.errors import ConfigError
+from ...errors import ConfigError
+from ..targets import Target
 
 DEFAULT_PYTHON: Final = Path(".venv-ascend/bin/python")
 INSTALL: Final = "make ascend"
@@ -49,7 +49,7 @@ print(json.dumps(found))
 """
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Toolchain:
     """A Python with triton-ascend and ascendnpu-ir.
 
@@ -80,7 +80,7 @@ class Toolchain:
         return f"triton-ascend {self.triton_ascend}, {self.compilers[target.generation == 'A5']}"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class NativeTools:
     """Upstream MLIR and LLVM 19, which run the front end's output on the host."""
 

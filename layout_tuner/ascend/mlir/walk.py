@@ -5,14 +5,14 @@ integers (and nothing else) visits every call exactly as often as one program wo
 What depends on data in memory is unknown (None), except integer arrays whose contents the launch gives.
 """
 
-import dataclasses
 import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
-from layout_tuner.ascend.mlir.parser import (
+from .parser import (
     BITS,
     AffineMap,
     Block,
@@ -29,7 +29,7 @@ Scalar = int | float | None
 Argument = int | float | Sequence[int] | None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class View:
     """A region of memory at run time; None where it depends on what is unknown.
 
@@ -388,7 +388,7 @@ def _product(a: int | None, b: int | None) -> int | None:
 def _reinterpret_cast(operation: Operation, operands: list[Any]) -> list[View]:
     offsets, sizes, strides = _parts(operation, operands)
     memref = _result_type(operation)
-    return [dataclasses.replace(operands[0], offset=offsets[0], sizes=sizes, strides=strides, bits=memref.bits)]
+    return [replace(operands[0], offset=offsets[0], sizes=sizes, strides=strides, bits=memref.bits)]
 
 
 def _subview(operation: Operation, operands: list[Any]) -> list[View]:
@@ -402,7 +402,7 @@ def _subview(operation: Operation, operands: list[Any]) -> list[View]:
     if len(memref.shape) != len(sizes):
         kept = _kept_dimensions(operation.attributes["static_sizes"], strides, memref)
         sizes, strides = tuple(sizes[i] for i in kept), tuple(strides[i] for i in kept)
-    return [dataclasses.replace(view, offset=offset, sizes=sizes, strides=strides)]
+    return [replace(view, offset=offset, sizes=sizes, strides=strides)]
 
 
 def _kept_dimensions(static: Sequence[int], strides: Sequence[int | None], memref: MemRef) -> list[int]:
@@ -438,7 +438,7 @@ def _collapse_shape(operation: Operation, operands: list[Any]) -> list[View]:
         sizes.append(None if None in members else math.prod(size for size in members if size is not None))
         wide = [i for i in group if view.sizes[i] != 1]
         strides.append(view.strides[wide[-1] if wide else group[-1]])
-    return [dataclasses.replace(view, sizes=tuple(sizes), strides=tuple(strides))]
+    return [replace(view, sizes=tuple(sizes), strides=tuple(strides))]
 
 
 def _expand_shape(operation: Operation, operands: list[Any]) -> list[View]:
@@ -449,7 +449,7 @@ def _expand_shape(operation: Operation, operands: list[Any]) -> list[View]:
         for i in reversed(group):
             strides[i] = step
             step = _product(step, sizes[i])
-    return [dataclasses.replace(view, sizes=sizes, strides=tuple(strides))]
+    return [replace(view, sizes=sizes, strides=tuple(strides))]
 
 
 def _pointer_cast(operation: Operation, operands: list[Any]) -> list[View]:
@@ -468,7 +468,7 @@ def _same(operation: Operation, operands: list[Any]) -> list[Any]:
 
 def _metadata(operation: Operation, operands: list[Any]) -> list[Any]:
     view: View = operands[0]
-    return [dataclasses.replace(view, offset=0), view.offset, *view.sizes, *view.strides]
+    return [replace(view, offset=0), view.offset, *view.sizes, *view.strides]
 
 
 def _result_type(operation: Operation) -> MemRef:
