@@ -67,14 +67,14 @@ def believed(failure: MeasurementRecord, record: DecisionRecord) -> bool:
 
 def failures(records: Iterable[DecisionRecord]) -> dict[tuple[str, str], MeasurementRecord]:
     """Failures that still count, by candidate and revision; a wrong result weighs more than any other."""
-    found: dict[tuple[str, str], MeasurementRecord] = {}
+    by_candidate: dict[tuple[str, str], MeasurementRecord] = {}
     for record in records:
         for each in record.measurements:
             if believed(each, record):
                 place = (each.candidate, each.revision)
-                if place not in found or each.state == "wrong":
-                    found[place] = each if each.measured_at else replace(each, measured_at=record.created_at)
-    return found
+                if place not in by_candidate or each.state == "wrong":
+                    by_candidate[place] = each if each.measured_at else replace(each, measured_at=record.created_at)
+    return by_candidate
 
 
 def choose(records: Iterable[DecisionRecord]) -> DecisionRecord | None:
@@ -106,11 +106,11 @@ def succeed(old: DecisionRecord, new: DecisionRecord) -> DecisionRecord:
         if _outlives(each, measured.get(each.candidate)) and (each.state != "failed" or believed(each, old))
     ]
     stays = {each.candidate for each in kept}
-    found = [each for each in new.measurements if each.candidate not in stays]
+    fresh = [each for each in new.measurements if each.candidate not in stays]
     return replace(
         new,
         created_at=max(new.created_at, old.created_at + timedelta(microseconds=1)),
-        measurements=(*found, *kept)[:MAX_MEASUREMENTS],
+        measurements=(*fresh, *kept)[:MAX_MEASUREMENTS],
     )
 
 

@@ -89,10 +89,10 @@ class LayeredStore:
         self._user = user
         self._server = server
         self.pin_hash = pin_hash
-        found = [("user", user), ("server", server), *(("site", site) for site in sites), ("packaged", packaged)]
+        stores = [("user", user), ("server", server), *(("site", site) for site in sites), ("packaged", packaged)]
         if pins is not None:
-            found = [("pins", pins)]
-        self.layers = tuple(Layer(kind=kind, store=store) for kind, store in found if store is not None)
+            stores = [("pins", pins)]
+        self.layers = tuple(Layer(kind=kind, store=store) for kind, store in stores if store is not None)
 
     @property
     def name(self) -> str:
@@ -125,14 +125,14 @@ class LayeredStore:
         """
         wanted = None if known is None else dict(known) if isinstance(known, Mapping) else dict.fromkeys(known, "")
         for environment in environments:
-            if found := self._resolve(key, environment, wanted):
-                return found
+            if resolution := self._resolve(key, environment, wanted):
+                return resolution
         return None
 
     def lookup(self, key: KeyRecord, environment: str) -> DecisionRecord | None:
         """The decision for a key in an environment, its source as it counts here."""
-        found = self.resolve(key, (environment,))
-        return found.record if found else None
+        resolution = self.resolve(key, (environment,))
+        return resolution.record if resolution else None
 
     def evidence(self, key: KeyRecord, environment: str) -> tuple[DecisionRecord, ...]:
         """Every decision for a key in an environment, of all layers, their sources as they count here."""
@@ -184,10 +184,10 @@ class LayeredStore:
 
     def environments(self) -> list[EnvironmentRecord]:
         """Every environment of every layer, by id."""
-        found: dict[str, EnvironmentRecord] = {}
+        by_id: dict[str, EnvironmentRecord] = {}
         for layer in self.layers:
-            found = {each.id: each for each in layer.store.environments()} | found
-        return [found[name] for name in sorted(found)]
+            by_id = {each.id: each for each in layer.store.environments()} | by_id
+        return [by_id[name] for name in sorted(by_id)]
 
     def failures(
         self, key: KeyRecord, environment: str, *, known: Mapping[str, str] | None = None
@@ -237,14 +237,14 @@ class LayeredStore:
 
     def _resolve(self, key: KeyRecord, environment: str, known: Mapping[str, str] | None) -> Resolution | None:
         near = [layer for layer in self.layers if layer.kind != "server"]
-        found = self._evidence(key, environment, near)
+        evidence = self._evidence(key, environment, near)
         # The server is asked where the near layers miss, not for every key of every process.
         server = next((layer for layer in self.layers if layer.kind == "server"), None)
-        best = self._best(found, known)
+        best = self._best(evidence, known)
         if server is not None and (best is None or SOURCE_RANK[best[1].source] < SOURCE_RANK["imported"]):
             remote = self._evidence(key, environment, [server])
-            found += remote
-            best = self._best(found, known)
+            evidence += remote
+            best = self._best(evidence, known)
             if best is not None and best[0] is server:
                 self._keep(best[1], server)
         return None if best is None else Resolution(record=best[1], layer=best[0], used=True)
@@ -270,21 +270,21 @@ class LayeredStore:
         return imported(record, self._host if layer.kind == "server" else "")
 
     def _heard(
-        self, found: Sequence[tuple[Layer, DecisionRecord]], known: Mapping[str, str] | None
+        self, evidence: Sequence[tuple[Layer, DecisionRecord]], known: Mapping[str, str] | None
     ) -> Sequence[tuple[Layer, DecisionRecord]]:
         """The evidence to go by: this host's own alone, where that of others would leave no candidate to run."""
-        if not known or not known.items() <= failures(record for _, record in found).keys():
-            return found
-        return [each for each in found if each[0].kind == "user" and each[1].host == self._host]
+        if not known or not known.items() <= failures(record for _, record in evidence).keys():
+            return evidence
+        return [each for each in evidence if each[0].kind == "user" and each[1].host == self._host]
 
     def _best(
-        self, found: Sequence[tuple[Layer, DecisionRecord]], known: Mapping[str, str] | None = None
+        self, evidence: Sequence[tuple[Layer, DecisionRecord]], known: Mapping[str, str] | None = None
     ) -> tuple[Layer, DecisionRecord] | None:
-        found = self._heard(found, known)
-        bad = failures(record for _, record in found)
+        evidence = self._heard(evidence, known)
+        bad = failures(record for _, record in evidence)
         usable = [
             each
-            for each in found
+            for each in evidence
             if (each[1].candidate, each[1].revision) not in bad and (known is None or each[1].candidate in known)
         ]
         if len(usable) <= 1:

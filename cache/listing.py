@@ -77,8 +77,8 @@ def _parts(store: LayeredStore, layer: Layer, wanted: dict[str, str | None]) -> 
             if isinstance(source, SqlStore):
                 keys, groups = source.newest(**wanted)
             else:
-                found = _in_memory(source, wanted)
-                keys, groups = len(found), iter(found)
+                held = _in_memory(source, wanted)
+                keys, groups = len(held), iter(held)
         except StoreError as error:
             if layer is store.layers[0]:
                 raise
@@ -128,11 +128,11 @@ def _resolved(store: LayeredStore, groups: Iterator[list[DecisionRecord]]) -> It
     alone = len(store.layers) == 1 and isinstance(store.layers[0].store, SqlStore)
     for group in groups:
         if alone:
-            found = store.ranked((store.layers[0], record) for record in group)
+            ranked = store.ranked((store.layers[0], record) for record in group)
         else:
-            found = store.ranked(
+            ranked = store.ranked(
                 (layer, record)
                 for layer in store.layers
                 for record in layer.store.evidence(group[0].key, group[0].environment)
             )
-        yield found
+        yield ranked

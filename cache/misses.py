@@ -32,11 +32,11 @@ def by_key(misses: Iterable[MissRecord]) -> list[MissRecord]:
     Args:
         misses: One record at most for each key, environment and host.
     """
-    found: dict[tuple[str, KeyRecord], MissRecord] = {}
+    sums: dict[tuple[str, KeyRecord], MissRecord] = {}
     for miss in misses:
         place = (miss.environment, miss.key)
-        found[place] = added(found[place], miss) if place in found else miss
-    return sorted(found.values(), key=frequency)
+        sums[place] = added(sums[place], miss) if place in sums else miss
+    return sorted(sums.values(), key=frequency)
 
 
 def _together(one: MissRecord, other: MissRecord) -> MissRecord:

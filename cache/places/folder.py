@@ -37,10 +37,10 @@ def host_files(path: Path) -> list[Path]:
     """Every file that hosts wrote instead of `path`, and `path` itself where it exists."""
     own = re.compile(re.escape(path.stem) + r"\.[A-Za-z0-9._-]+" + re.escape(path.suffix))
     try:
-        found = [each for each in path.parent.iterdir() if own.fullmatch(each.name)]
+        files = [each for each in path.parent.iterdir() if own.fullmatch(each.name)]
     except OSError:
         return []
-    return sorted(found)[:_MAX_PEERS] + ([path] if path.exists() else [])
+    return sorted(files)[:_MAX_PEERS] + ([path] if path.exists() else [])
 
 
 class FolderStore:
@@ -210,14 +210,14 @@ class FolderStore:
 
 def _state(path: Path) -> tuple[int, ...]:
     """Changes when a file is written or replaced, or another process is about to write it; empty where it is gone."""
-    found: list[int] = []
+    state: list[int] = []
     for each in (path, path.with_name(f"{path.name}-wal")):
         try:
             status = os.stat(each)
         except OSError:
             continue
-        found += [status.st_ino, status.st_size, status.st_mtime_ns]
-    return tuple(found)
+        state += [status.st_ino, status.st_size, status.st_mtime_ns]
+    return tuple(state)
 
 
 def _peer(path: Path) -> Store:

@@ -86,8 +86,8 @@ class GuardedStore:
 
     def evidence(self, key: KeyRecord, environment: str) -> tuple[DecisionRecord, ...]:
         """Every decision for a key in an environment."""
-        found = self._try(lambda store: store.evidence(key, environment)) or ()
-        return tuple(self._with_waiting(found, lambda record: record.key == key and record.environment == environment))
+        stored = self._try(lambda store: store.evidence(key, environment)) or ()
+        return tuple(self._with_waiting(stored, lambda record: record.key == key and record.environment == environment))
 
     def lookup(self, key: KeyRecord, environment: str) -> DecisionRecord | None:
         """The strongest decision whose winner is not known to fail."""
@@ -95,16 +95,16 @@ class GuardedStore:
 
     def decisions(self, *, environment: str | None = None, op: str | None = None) -> Iterator[DecisionRecord]:
         """Every decision."""
-        found = self._try(lambda store: list(store.decisions(environment=environment, op=op))) or []
+        stored = self._try(lambda store: list(store.decisions(environment=environment, op=op))) or []
         yield from self._with_waiting(
-            found, lambda record: environment in (None, record.environment) and op in (None, record.key.op)
+            stored, lambda record: environment in (None, record.environment) and op in (None, record.key.op)
         )
 
     def environments(self) -> list[EnvironmentRecord]:
         """Every environment, by id."""
-        found = {each.id: each for each in self._memory.environments()}
-        found |= {each.id: each for each in self._try(lambda store: store.environments()) or []}
-        return [found[name] for name in sorted(found)]
+        by_id = {each.id: each for each in self._memory.environments()}
+        by_id |= {each.id: each for each in self._try(lambda store: store.environments()) or []}
+        return [by_id[name] for name in sorted(by_id)]
 
     def record_misses(self, misses: Iterable[MissRecord]) -> None:
         """Adds misses to their counts."""
@@ -136,12 +136,12 @@ class GuardedStore:
                     self._store.close()
 
     def _with_waiting(
-        self, found: Iterable[DecisionRecord], wanted: Callable[[DecisionRecord], bool]
+        self, stored: Iterable[DecisionRecord], wanted: Callable[[DecisionRecord], bool]
     ) -> list[DecisionRecord]:
         """What the store holds, with what waits to be written in place of what it will replace."""
         with self._lock:
             waiting = {slot: record for slot, (record, _) in self._pending.items() if wanted(record)}
-        return [*(record for record in found if slot_of(record) not in waiting), *waiting.values()]
+        return [*(record for record in stored if slot_of(record) not in waiting), *waiting.values()]
 
     def _try(self, action: Callable[[DecisionStore], _Result], *, write: bool = False) -> _Result | None:
         """What an action on the store returns; None where the store cannot be used for it."""

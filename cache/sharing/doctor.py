@@ -166,13 +166,13 @@ def _seal(path: Path) -> Iterator[Finding]:
 
 
 def _checks(database: Database) -> Iterator[Finding]:
-    found = database.run(schema.file_version)
-    if found is None:
+    stored = database.run(schema.file_version)
+    if stored is None:
         yield Finding(level="error", subject="schema", text="the file has no tables")
         return
-    level: Level = "ok" if found == SCHEMA_VERSION else "warning"
-    text = f"version {found}" + (
-        "" if found == SCHEMA_VERSION else f"; this version of layout_tuner uses {SCHEMA_VERSION}"
+    level: Level = "ok" if stored == SCHEMA_VERSION else "warning"
+    text = f"version {stored}" + (
+        "" if stored == SCHEMA_VERSION else f"; this version of layout_tuner uses {SCHEMA_VERSION}"
     )
     yield Finding(level=level, subject="schema", text=text)
     answers = database.run(_rows("PRAGMA integrity_check(5)"))

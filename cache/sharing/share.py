@@ -171,7 +171,7 @@ def merge_files(
     target = _target(out, [Path(path) for path in paths])
     require_shared(paths)
     tally = Tally()
-    found: list[Conflict] = []
+    shown: list[Conflict] = []
     disputes = 0
     with replacing(target) as scratch:
         with contextlib.closing(Store(scratch, journal="delete")) as merged:
@@ -192,11 +192,11 @@ def merge_files(
                 for conflict in conflicts(records):
                     disputes += 1
                     if disputes <= MOST_CONFLICTS:
-                        found.append(conflict)
+                        shown.append(conflict)
         progress("sealing", 0, None)
         digest, decisions = _finish(scratch)
     exported = Exported(path=target, decisions=decisions, size_bytes=target.stat().st_size, sha256=digest)
-    return Merged(exported=exported, tally=tally, conflicts=tuple(found), disputes=disputes)
+    return Merged(exported=exported, tally=tally, conflicts=tuple(shown), disputes=disputes)
 
 
 def _told(progress: Progress, what: str, total: int, done: int) -> None:
@@ -254,8 +254,8 @@ def open_shared(path: Path) -> Iterator[Store]:
     state = require_unbroken(path)
     if state is SealState.NONE and not Path(f"{path}-wal").exists():
         log.info("%s: carries no seal, so it is no export; whether it is complete cannot be told", path)
-    found = Store(path, immutable=True) if state is SealState.SOUND else open_for_reading(path)
-    with contextlib.closing(found) as store:
+    opened = Store(path, immutable=True) if state is SealState.SOUND else open_for_reading(path)
+    with contextlib.closing(opened) as store:
         yield store
 
 

@@ -125,11 +125,11 @@ def put_decisions(connection: Connection, records: Sequence[DecisionRecord]) -> 
 
 def decisions_of(connection: Connection, ids: Sequence[int]) -> list[DecisionRecord]:
     """The decisions of row ids, as far as they can be believed."""
-    found: list[DecisionRecord] = []
+    records: list[DecisionRecord] = []
     for start in range(0, len(ids), BATCH):
         some = select(DECISIONS).where(DECISIONS.c.id.in_(ids[start : start + BATCH]))
-        found += records_of(connection, connection.execute(some).mappings().all())
-    return found
+        records += records_of(connection, connection.execute(some).mappings().all())
+    return records
 
 
 def _stored(connection: Connection, slots: Sequence[tuple[Any, ...]]) -> dict[tuple[Any, ...], tuple[int, str]]:
