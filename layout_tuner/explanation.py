@@ -90,7 +90,7 @@ def explain(
             raise ConfigError(f"shape: wanted a row as {{'T': 2048, 'H': 4, 'K': 64, 'dtype': 'bf16'}}, got {shape!r}")
         row = dict(shape) | {"op": op} | ({} if form is None else {"forms": [form]})
         wanted, refused = keys(parse_shapes([row], "shape"), settings.keys.bucket)
-        faults.found += refused
+        faults.texts += refused
     with faults.gathered():
         driver.resolve(str(device) if device is not None else None)
     with faults.gathered():

@@ -205,7 +205,7 @@ def compile_candidates(
         timeout_s: Limit of one run of the compiler.
     """
     listed = list(cases)
-    found: list[list[Launch]] = []
+    by_case: list[list[Launch]] = []
     reports: list[CandidateReport] = []
     call: tuple[str, Key, Call] | None = None
     for case in listed:
@@ -228,12 +228,13 @@ def compile_candidates(
             report = replace(
                 report, error=f"{type(error).__name__}: {error}", refusal="device" if passing else "compile"
             )
-        found.append(made)
+        by_case.append(made)
         reports.append(replace(report, relayout_bytes=relayout_bytes))
-    flat = [launch for made in found for launch in made]
+    flat = [launch for made in by_case for launch in made]
     kernels = iter(_compiled(flat, compiler, progress, timeout_s))
     return [
-        replace(report, kernels=tuple(next(kernels) for _ in made)) for report, made in zip(reports, found, strict=True)
+        replace(report, kernels=tuple(next(kernels) for _ in made))
+        for report, made in zip(reports, by_case, strict=True)
     ]
 
 

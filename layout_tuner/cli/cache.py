@@ -152,7 +152,7 @@ def diff(
 
     require_shared((one, other))
     with open_shared(one) as first, open_shared(other) as second:
-        found = differences(first, second)
+        differing = differences(first, second)
         if json:
             rows = (
                 {
@@ -161,12 +161,12 @@ def diff(
                     "one": _choice_json(each.one),
                     "other": _choice_json(each.other),
                 }
-                for each in found
+                for each in differing
             )
             print_json_list("differences", rows)
             return
-        shown = list(islice(found, LINES))
-        more = sum(1 for _ in found)
+        shown = list(islice(differing, LINES))
+        more = sum(1 for _ in differing)
     if not shown:
         typer.echo("no differences")
         return
@@ -294,9 +294,9 @@ def _store(
     return closing(open_path(path))
 
 
-def require_known_op(found: Iterable[object], op: str | None) -> None:
+def require_known_op(decisions: Iterable[object], op: str | None) -> None:
     """Raises `ConfigError` for an op that has no decision and does not exist: a typo."""
-    if op is None or "." in op or next(iter(found), None) is not None:
+    if op is None or "." in op or next(iter(decisions), None) is not None:
         return
     import layout_tuner.ops  # noqa: F401  registers every op
 
@@ -326,11 +326,11 @@ def _require_decisions(store: Store | FolderStore | ServerStore, environment: st
 
 def _moment(text: str) -> datetime:
     """The moment that lies an age before now; raises `typer.BadParameter`."""
-    found = re.fullmatch(r"(\d{1,6})([hdw])", text.strip())
-    if found is None:
+    match = re.fullmatch(r"(\d{1,6})([hdw])", text.strip())
+    if match is None:
         raise typer.BadParameter(f"{text!r} is no age; wanted a number and h, d or w, as in 30d")
     try:
-        return datetime.now(UTC) - timedelta(**{_AGE_UNITS[found[2]]: int(found[1])})
+        return datetime.now(UTC) - timedelta(**{_AGE_UNITS[match[2]]: int(match[1])})
     except OverflowError:
         raise typer.BadParameter(f"{text!r} reaches back before the year 1") from None
 

@@ -73,19 +73,19 @@ def explain(
     from ..ascend.targets import target_named
     from ..errors import UnsupportedProblemError
 
-    chip = target_named(target)
+    soc = target_named(target)
     wanted, refused = wanted_keys(shape, op, form, config)
     if refused and not wanted:
         raise UnsupportedProblemError("explain", refused)
     cases = [case for spec, key in wanted for case in cases_of(spec, key)]
-    with compiling(chip, config) as (compiler, progress, timeout_s):
+    with compiling(soc, config) as (compiler, progress, timeout_s):
         reports = compile_candidates(cases, compiler, progress, timeout_s)
     groups = [(key, [report for report in reports if report.key == key]) for _, key in wanted]
     if json:
-        print_json({"target": target, "keys": [key_json(key, found) for key, found in groups], "refused": refused})
+        print_json({"target": target, "keys": [key_json(key, of_key) for key, of_key in groups], "refused": refused})
     else:
-        for key, found in groups:
-            print_key(key, found, chip)
+        for key, of_key in groups:
+            print_key(key, of_key, soc)
         for reason in refused:
             console().print(f"unsupported: {reason}", markup=False)
     if refused or not all(report.ok for report in reports):
@@ -111,45 +111,45 @@ def explain_stored(
     from ..explanation import explain_keys
 
     wanted, refused = wanted_keys(shape, op, form, config)
-    found = explain_keys(wanted, config=config, cache=cache, device=device)
+    explanations = explain_keys(wanted, config=config, cache=cache, device=device)
     if json:
-        print_json({"keys": [stored_json(each) for each in found], "refused": refused})
+        print_json({"keys": [stored_json(each) for each in explanations], "refused": refused})
     else:
-        print_stored(found, refused)
+        print_stored(explanations, refused)
     if refused:
         raise typer.Exit(1)
 
 
-def print_stored(found: Sequence[Explanation], refused: Sequence[str]) -> None:
+def print_stored(explanations: Sequence[Explanation], refused: Sequence[str]) -> None:
     """What runs for each key and why, one paragraph a key."""
     from .decisions import decision_table
 
     out = console()
-    for each in found:
+    for each in explanations:
         out.print(f"{each.key}\nruns {plain(each.candidate)}: {plain(each.reason)}", markup=False, soft_wrap=True)
         if each.decision is not None:
             out.print(decision_table([(each.decision, each.source)]))
     for reason in refused:
         out.print(f"unsupported: {reason}", markup=False)
-    for place in dict.fromkeys(each.environment for each in found):
+    for place in dict.fromkeys(each.environment for each in explanations):
         out.print(f"environment {place}", markup=False)
 
 
-def stored_json(found: Explanation) -> dict[str, Any]:
+def stored_json(explanation: Explanation) -> dict[str, Any]:
     """An explanation as one JSON object."""
 
     from .decisions import decision_json
 
     return {
-        "key": found.key.plain(),
-        "environment": found.environment,
-        "candidate": found.candidate,
-        "source": found.source,
-        "reason": found.reason,
-        "layer": found.layer,
-        "decision": found.decision and decision_json(found.decision),
-        "nearest": found.nearest and decision_json(found.nearest),
-        "differing": {name: list(both) for name, both in found.differing.items()},
+        "key": explanation.key.plain(),
+        "environment": explanation.environment,
+        "candidate": explanation.candidate,
+        "source": explanation.source,
+        "reason": explanation.reason,
+        "layer": explanation.layer,
+        "decision": explanation.decision and decision_json(explanation.decision),
+        "nearest": explanation.nearest and decision_json(explanation.nearest),
+        "differing": {name: list(both) for name, both in explanation.differing.items()},
     }
 
 
@@ -284,9 +284,9 @@ def totals_table(reports: Sequence[CandidateReport], target: Target) -> Table:
         ("L1 bytes", "l1_bytes", target.l1_bytes),
         ("L0C bytes", "l0c_bytes", target.l0c_bytes),
     ):
-        row(f"{label} of {limit:,}", ["-" if found is None else f"{found[name]:,.0f}" for found in totals])
+        row(f"{label} of {limit:,}", ["-" if total is None else f"{total[name]:,.0f}" for total in totals])
     for label, name, divisor in ROWS:
-        row(label, ["-" if found is None else f"{found[name] / divisor:,.0f}" for found in totals])
+        row(label, ["-" if total is None else f"{total[name] / divisor:,.0f}" for total in totals])
     row("moved by relayouts, KiB", [f"{report.relayout_bytes / 1024:,.0f}" for report in reports])
     row("vector work on both cores", [split_text(report) for report in reports])
     row("work units", [f"{units(report):,.0f}" if report.ok else "-" for report in reports])

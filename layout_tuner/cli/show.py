@@ -53,19 +53,19 @@ def show(
     with closing(_layers(cache, config)) as store:
         _warn_of_change(store.name)
         asked = {"op": op, "environment": environment, "like": like}
-        found = listing(store, op=op, environment=environment, like=like)
-        require_known_op(range(found.keys), op)
+        listed = listing(store, op=op, environment=environment, like=like)
+        require_known_op(range(listed.keys), op)
         start = most * (page - 1)
         end = start + most if most else None
         shown = (
-            [each for each in group if layers or each.used] for group in itertools.islice(found.groups, start, end)
+            [each for each in group if layers or each.used] for group in itertools.islice(listed.groups, start, end)
         )
-        left = max(0, found.keys - start - most) + min(start, found.keys) if most else 0
+        left = max(0, listed.keys - start - most) + min(start, listed.keys) if most else 0
         if json:
             more = {} if limit is None else {"left_out": left}
             print_json_list("decisions", (_json(each, layers) for group in shown for each in group), more)
             return
-        if not found.keys:
+        if not listed.keys:
             console().print(_nothing(store, asked))
             return
         _print_paged(_tables(shown, store.name, left, page, layers))
@@ -98,12 +98,12 @@ def _tables(groups: Iterable[list[Resolution]], name: str, left: int, page: int,
     count = 0
     groups = iter(groups)
     while some := list(itertools.islice(groups, TABLE)):
-        found = [each for group in some for each in group]
-        count += len(found)
+        resolutions = [each for group in some for each in group]
+        count += len(resolutions)
         with out.capture() as captured:
-            for place in dict.fromkeys(each.record.environment for each in found):
+            for place in dict.fromkeys(each.record.environment for each in resolutions):
                 out.print(f"environment {plain(place)}")
-                here = [each for each in found if each.record.environment == place]
+                here = [each for each in resolutions if each.record.environment == place]
                 out.print(decision_table([(each.record, word(each, layers)) for each in here]))
         yield captured.get()
     rest = f"; {left} keys left out: see --limit, --page {page + 1}, --op, --like" if left else ""

@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePath
 from typing import IO, Final, Literal
 
@@ -298,9 +298,9 @@ class Compiler:
                 while True:
                     # With a timeout, or Ctrl-C would wait for the end.
                     with contextlib.suppress(queue.Empty):
-                        found = answered.get(timeout=0.2)
+                        finished_one = answered.get(timeout=0.2)
                         break
-                yield found
+                yield finished_one
             finished = True
         finally:
             stopped.set()
@@ -356,7 +356,7 @@ class _Worker:
             line = b""
         if line:
             said = json.loads(line)
-            known = {field.name for field in fields(Answer)}
+            known = {each.name for each in fields(Answer)}
             return Answer(**{name: value for name, value in said.items() if name in known})
         # Its output ended: it is about to exit by itself, with a status and words that say why.
         status, errors = self.close(grace_s=_EXIT_S if line == b"" else 0.0)

@@ -73,7 +73,7 @@ class Visitor(Protocol):
 
 def entries(module: Operation) -> list[Operation]:
     """The device functions of a module that a launch starts: one per kind of core."""
-    found = []
+    functions = []
     for function in module.regions[0][0].operations:
         if function.name != "func.func" or not any(block.operations for block in function.regions[0]):
             continue
@@ -82,8 +82,8 @@ def entries(module: Operation) -> list[Operation]:
             continue
         if "hivm.vector_function" in function.attributes or "sym_visibility" in function.attributes:
             continue
-        found.append(function)
-    return found
+        functions.append(function)
+    return functions
 
 
 def core_of(function: Operation) -> str:
