@@ -1,7 +1,7 @@
-"""Which of several decisions for one key is believed.
+"""Chooses which of several decisions for one key is believed.
 
-Both functions rest on total orders that depend on nothing but the records, so every reader of the same rows, in
-whatever order it met them, comes to the same answer.
+`choose` and `newer` rest on total orders of the records alone, so every reader of the same rows, in whatever order,
+comes to the same answer.
 """
 
 import hashlib
@@ -115,29 +115,29 @@ def succeed(old: DecisionRecord, new: DecisionRecord) -> DecisionRecord:
 
 
 def _outlives(old: MeasurementRecord, new: MeasurementRecord | None) -> bool:
-    """Whether what was known of a candidate stays known: nothing new is, or only that it was not tried."""
+    """Whether an old measurement stays: there is no new one of the candidate, or it was skipped."""
     return new is None or (new.state == "skipped" != old.state and new.revision == old.revision)
 
 
 def storable(record: DecisionRecord) -> DecisionRecord:
-    """The record without what must not be remembered: the fault of a device says nothing about a candidate."""
+    """The record without failures of the class `device`, which say nothing about a candidate."""
     if all(each.failure != "device" for each in record.measurements):
         return record
     return replace(record, measurements=tuple(each for each in record.measurements if each.failure != "device"))
 
 
 def with_failure(record: DecisionRecord, failure: MeasurementRecord, host: str) -> DecisionRecord:
-    """A decision as a host that saw its winner fail knows it."""
+    """The decision with a failure of its winner recorded, for the host that saw it fail."""
     failure = replace(failure, candidate=record.candidate, revision=record.revision, measured_at=utc_now())
     others = [each for each in record.measurements if each.candidate != record.candidate]
     return replace(record, measurements=(failure, *others)[:MAX_MEASUREMENTS], created_at=utc_now(), host=host)
 
 
 def facts_order(facts: str) -> tuple[bool, str]:
-    """Sort key of two accounts of one environment, as canonical JSON: any facts before none, then by content."""
+    """Sort key of the facts of an environment, as canonical JSON: none before any, then by content."""
     return facts != mapping_text({}), facts
 
 
 def imported(record: DecisionRecord, host: str) -> DecisionRecord:
-    """The record as it counts on a host. What the host measured itself stays its own, as when a backup comes home."""
+    """The record as it counts on a host: `measured` on another host becomes `imported`; on this one it stays."""
     return replace(record, source="imported") if record.source == "measured" and record.host != host else record

@@ -67,7 +67,7 @@ class Resolution:
 
 
 class LayeredStore:
-    """The layers as one store. What is published goes to the user's file and to the server; the others are only read.
+    """The layers as one store. Decisions are written to the user's file and to the server; other layers are only read.
 
     Attributes:
         layers: Every layer, the nearest first.
@@ -192,9 +192,9 @@ class LayeredStore:
     def failures(
         self, key: KeyRecord, environment: str, *, known: Mapping[str, str] | None = None
     ) -> dict[tuple[str, str], MeasurementRecord]:
-        """What is known to fail for a key in an environment, by candidate and revision, of all layers.
+        """The failures recorded in all layers for a key in an environment, by candidate and revision.
 
-        Only what is still believed: compile errors, overflows and wrong results as long as the revision and the
+        Only those still believed: compile errors, overflows and wrong results as long as the revision and the
         environment last, with its compiler; want of memory and timeouts for a time; faults of a device never.
 
         Args:
@@ -208,7 +208,7 @@ class LayeredStore:
     def record_misses(self, misses: Iterable[MissRecord]) -> None:
         """Adds misses to their counts, in the user's file and on the server.
 
-        Any number of processes may add theirs, in batches of any size: nothing is lost and nothing counted twice.
+        Any number of processes may add misses at once: none is lost and none counted twice.
         """
         kept = [miss if miss.host else replace(miss, host=self._host) for miss in misses]
         self._user.record_misses(kept)
@@ -250,7 +250,7 @@ class LayeredStore:
         return None if best is None else Resolution(record=best[1], layer=best[0], used=True)
 
     def _keep(self, record: DecisionRecord, server: Layer) -> None:
-        """Copies what the server answered into the user's file, where it is found while the server is away."""
+        """Copies a decision of the server into the user's file, which answers while the server is away."""
         facts = next((each for each in server.store.environments() if each.id == record.environment), None)
         self._user.publish(record, facts or EnvironmentRecord(id=record.environment))
 
@@ -264,7 +264,7 @@ class LayeredStore:
         ]
 
     def _counted(self, layer: Layer, record: DecisionRecord) -> DecisionRecord:
-        """The record with the source that it counts as: only what this user or this host measured is its own."""
+        """The record with the source that it counts as: `measured` only if this user or this host measured it."""
         if layer.kind == "user":
             return record
         return imported(record, self._host if layer.kind == "server" else "")
@@ -272,7 +272,7 @@ class LayeredStore:
     def _heard(
         self, evidence: Sequence[tuple[Layer, DecisionRecord]], known: Mapping[str, str] | None
     ) -> Sequence[tuple[Layer, DecisionRecord]]:
-        """The evidence to go by: this host's own alone, where that of others would leave no candidate to run."""
+        """The evidence that counts: only this host's own, where that of others would leave no candidate to run."""
         if not known or not known.items() <= failures(record for _, record in evidence).keys():
             return evidence
         return [each for each in evidence if each[0].kind == "user" and each[1].host == self._host]
@@ -301,7 +301,7 @@ def open_layers(
     pin: str | os.PathLike[str] | None = None,
     read_only: bool = False,
 ) -> LayeredStore:
-    """The layers that settings name. What cannot be used is said once and does without.
+    """The layers that settings name. A layer that cannot be used is logged once and left out.
 
     Args:
         path: The user's file; None means the default one.
@@ -328,7 +328,7 @@ def open_layers(
 
 
 def _looked_at(path: Path) -> DecisionStore:
-    """The user's file for reading; one that no decision has begun yet holds none."""
+    """The user's file for reading; an empty store where there is no file yet."""
     try:
         begun = path.stat().st_size > 0 if path.is_file() else path.exists() or bool(host_files(resolved(path)))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What several layers hold, key by key, the key with the newest decision first, page by page."""
+"""Lists the decisions of several layers by key, the key with the newest decision first, page by page."""
 
 import heapq
 import logging
@@ -32,7 +32,7 @@ class Listing:
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """One source of a layer, and what it answered."""
+    """One source of a layer, with its keys and decisions."""
 
     layer: Layer
     keys: int
@@ -52,7 +52,7 @@ def listing(
         like: Only of keys whose text, as `queries.key_text` has it, holds this one, in capitals or not.
 
     Raises:
-        StoreError: The first layer cannot be read; of another one that is said, and it is left out.
+        StoreError: The first layer cannot be read; another one that cannot is logged and left out.
     """
     wanted = {"environment": environment, "op": op, "like": like}
     parts = [part for layer in store.layers for part in _parts(store, layer, wanted) if part.keys]

@@ -20,7 +20,7 @@ _REFUSED = re.compile(r"num[_-]?(warps|stages)", re.IGNORECASE)
 
 
 class RefusedRowError(CacheError):
-    """A row that is well-formed to SQL and unacceptable as a record."""
+    """A row that SQL accepts and that is no valid record."""
 
 
 def check_decision(record: DecisionRecord) -> DecisionRecord:

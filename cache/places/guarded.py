@@ -1,4 +1,4 @@
-"""A store that may fail behind one that does not: trouble is said once, memory takes over, the store is tried again."""
+"""Guards a store that may fail: trouble is logged once, memory takes over, and the store is tried again later."""
 
 import contextlib
 import logging
@@ -62,7 +62,7 @@ class GuardedStore:
 
     @property
     def healthy(self) -> bool:
-        """Whether the store behind did all that was last asked of it."""
+        """Whether the last operation of the guarded store succeeded."""
         return not self._said
 
     @property
@@ -71,11 +71,11 @@ class GuardedStore:
         return self.name if self.healthy else f"memory only, {self.name} cannot be used"
 
     def behind(self) -> DecisionStore | None:
-        """The store behind, to be read at length; None where it cannot be used now."""
+        """The guarded store, for long reads; None where it cannot be used now."""
         return self._opened()
 
     def publish(self, decision: DecisionRecord, environment: EnvironmentRecord) -> DecisionRecord:
-        """Stores a decision, in memory where nothing better is to be had; returns it as stored."""
+        """Stores a decision, in memory where the store cannot be used; returns it as stored."""
         stored = self._try(lambda store: store.publish(decision, environment), write=True)
         if stored is not None:
             return stored
@@ -138,13 +138,13 @@ class GuardedStore:
     def _with_waiting(
         self, stored: Iterable[DecisionRecord], wanted: Callable[[DecisionRecord], bool]
     ) -> list[DecisionRecord]:
-        """What the store holds, with what waits to be written in place of what it will replace."""
+        """The stored records, with the waiting ones in place of those that they will replace."""
         with self._lock:
             waiting = {slot: record for slot, (record, _) in self._pending.items() if wanted(record)}
         return [*(record for record in stored if slot_of(record) not in waiting), *waiting.values()]
 
     def _try(self, action: Callable[[DecisionStore], _Result], *, write: bool = False) -> _Result | None:
-        """What an action on the store returns; None where the store cannot be used for it."""
+        """The result of an action on the store; None where the store cannot be used."""
         store = self._opened()
         if store is None or (write and self._clock() < self._write_at):
             return None

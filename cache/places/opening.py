@@ -1,4 +1,4 @@
-"""Where stores come from: the file of the user, made safe for its file system and against its own failures."""
+"""Opens stores: the user's file, in the way its file system allows, and guarded against failure."""
 
 import logging
 import os
@@ -94,7 +94,7 @@ def open_path(path: Path, fault: Fault | None = None) -> Store | FolderStore:
 
 
 def open_existing(path: Path) -> Store | FolderStore:
-    """What is stored at a path, for reading: nothing is made, migrated or set aside, whatever is wrong with it.
+    """The store at a path, for reading: nothing is made, migrated or set aside, whatever is wrong with it.
 
     Raises:
         StoreError: There is nothing, or it cannot be read.

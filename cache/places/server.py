@@ -132,7 +132,7 @@ def parse_url(url: str) -> URL:
 
 
 def _secrets(url: URL) -> list[str]:
-    """What a URL holds that nobody may read: its password, in either place."""
+    """The secrets of a URL: its password, in either place where it may stand."""
     values = [url.password or "", *(value for name, value in _flat(url) if _secret(name))]
     return [value for value in values if value]
 
@@ -153,7 +153,7 @@ def _secret(name: str) -> bool:
 
 
 def _limits(patience_s: float) -> dict[str, object]:
-    """What driver, server and network are told; a server that was stopped keeps to none of it but the first."""
+    """The time limits for driver, server and network; a stopped server is noticed by the first of them only."""
     limit_ms = round(1000 * patience_s)
     return {
         "connect_timeout": math.ceil(min(patience_s, CONNECT_TIMEOUT_S)),

@@ -1,4 +1,4 @@
-"""What is wrong, or doubtful, with a decision file: findings for people, nothing is changed."""
+"""Examines a decision file and reports what is wrong or doubtful; it changes nothing."""
 
 import contextlib
 import functools
@@ -44,12 +44,12 @@ except sqlite3.OperationalError as error:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing found.
+    """One finding.
 
     Attributes:
         level: `ok`, `note`, `warning` or `error`.
         subject: What was looked at.
-        text: What was found, and what to do about it.
+        text: The state of the subject, and what to do about it.
     """
 
     level: Level

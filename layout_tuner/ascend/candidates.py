@@ -1,7 +1,7 @@
 """An op's candidates on Ascend's compiler: the launches that the real host code makes, lowered and counted.
 
-Nothing is written twice: `OpSpec.bind` chooses tiles, grid and arguments for a chip with the target's cores, the
-launcher records what it would launch, and that is lowered.
+`OpSpec.bind` chooses tiles, grid and arguments for a chip with the target's cores, as for a real device; the launcher
+records the launches instead of making them, and these are lowered.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -42,15 +42,15 @@ class KernelReport:
     Attributes:
         kernel: Name.
         grid: Programs.
-        tasks: Tasks they share.
+        tasks: Tasks that the programs share.
         constexprs: The compile-time arguments, tiles among them.
         facts: Counts of one task; None where it did not compile.
-        error: Why it did not.
-        failure: Class of that reason.
+        error: Why it did not compile; empty where it did.
+        failure: Class of the failure.
         source: The Python line of the error.
-        overflow: `(memory, bytes wanted, bytes available)`, where that is why.
-        cached: The verdict came from the disk.
-        seconds: Time it took.
+        overflow: `(memory, bytes wanted, bytes available)` where a memory was too small.
+        cached: Whether the compiler's answer came from the disk.
+        seconds: Time that lowering and compiling took.
     """
 
     kernel: str
@@ -75,12 +75,12 @@ class CandidateReport:
         key: The key.
         candidate: Text id of the candidate.
         revision: Its revision.
-        target: SoC.
-        compiler: Versions that this holds for.
+        target: Name of the target.
+        compiler: Versions of the compiler.
         kernels: Its launches, in order.
         relayout_bytes: Bytes read and written by the copies of time-axis tensors around the launches.
         error: Why there are no launches: the host code refused, or could not make the operands.
-        refusal: Class of that reason.
+        refusal: Class of that failure.
     """
 
     op: str
@@ -96,7 +96,7 @@ class CandidateReport:
 
     @property
     def ok(self) -> bool:
-        """Every launch compiled."""
+        """Whether every launch compiled."""
         return not self.error and all(kernel.facts is not None for kernel in self.kernels)
 
     @property
@@ -105,7 +105,7 @@ class CandidateReport:
         return self.refusal or next((kernel.failure for kernel in self.kernels if kernel.facts is None), "")
 
     def totals(self) -> dict[str, float]:
-        """Counts of the whole op: those of a task times the tasks of each launch; of memories the largest."""
+        """Counts of the whole op: the sum of each launch's, a task's times its tasks; of memory the largest."""
         totals: dict[str, float] = {}
         for kernel in self.kernels:
             if kernel.facts is None:
@@ -139,7 +139,7 @@ class Case:
 
 
 def chip_of(target: Target) -> Chip:
-    """The target as host code sees a device."""
+    """The chip that stands for a target in host code."""
     return Chip(kind="npu", name=target.name, cube_programs=target.cube_cores, vector_programs=target.vector_cores)
 
 
@@ -176,7 +176,7 @@ def launches(case: Case, target: Target, call: Call | None = None) -> tuple[list
 
     Args:
         case: The candidate.
-        target: For which chip.
+        target: The SoC to compile for.
         call: Arguments; None makes them from the key, without values: shapes and dtypes decide what is launched, and
             a key may be larger than this machine's memory.
     """
@@ -200,7 +200,7 @@ def compile_candidates(
 
     Args:
         cases: The candidates.
-        compiler: Whose target they are compiled for.
+        compiler: Compiles them, for its target.
         progress: Called with the number of kernels done and of all.
         timeout_s: Limit of one run of the compiler.
     """
@@ -281,7 +281,7 @@ def _report(launch: Launch, answer: Answer, compiler: Compiler) -> KernelReport:
 
 
 def differing_lines(reports: Sequence[CandidateReport]) -> list[tuple[str, str, list[float]]]:
-    """Where candidates differ: `(what, source line, its count in each)`, largest difference first.
+    """The counts in which candidates differ: `(what, source line, its count in each)`, largest difference first.
 
     Bytes are counted in blocks of 32, so that they compare with bursts and calls.
     """

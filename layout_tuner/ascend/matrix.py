@@ -1,4 +1,4 @@
-"""What every candidate of every op has to meet on Ascend's compiler.
+"""The matrix: what every candidate of every op has to meet on Ascend's compiler.
 
 `cases` lists the matrix, `complaints` says what is wrong with one compiled candidate. The tests run it; the generated
 table shows it.
@@ -52,7 +52,7 @@ def keys(spec: OpSpec, widths: Sequence[tuple[int, int]] = WIDTHS, T: int = 2048
 
 
 def refused(spec: OpSpec, wanted: Key) -> bool:
-    """The op says that no kernel serves the key."""
+    """Whether the op says that no kernel serves the key."""
     return bool([*calls.common_reasons(spec, wanted), *spec.unsupported(wanted)])
 
 
@@ -62,11 +62,11 @@ class Part:
 
     Attributes:
         op: Name of the op.
-        target: SoC.
+        target: Name of the target.
         K: Head size of q and k; 0 for an op without.
         V: Head size of v; 0 for an op without.
         dtype: Of the operands.
-        packed: Packed batches, or dense ones.
+        packed: Whether batches are packed.
     """
 
     op: str
@@ -81,7 +81,7 @@ class Part:
 
     @property
     def sampled(self) -> bool:
-        """Part of every check, where the whole matrix would take too long.
+        """Whether `make ascend-test` tests the part; the whole matrix would take too long there.
 
         Of the first target half of the parts: with every candidate, every two of width, dtype and kind of batch meet.
         Of the others one part an op. What has no widths is cheap. Of the chain, whose kernels are the other ops', a
@@ -115,7 +115,7 @@ def cases(spec: OpSpec, part: Part) -> list[Case]:
 
 
 def contiguous(case: Case) -> bool:
-    """The candidate has every time-axis operand contiguous along time."""
+    """Whether the candidate has every time-axis operand contiguous along time."""
     layouts = [layout for _, layout in case.candidate.plan.layouts]
     return bool(layouts) and all(layout is Layout.T_CONTIG for layout in layouts)
 

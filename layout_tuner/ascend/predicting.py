@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def environment_record(target: str, compiler: str) -> Any:
-    """The namespace of predictions for a SoC."""
+    """The environment that predictions for a target are stored under."""
     from layout_tuner.cache.records import EnvironmentRecord
 
     from ..device.environment import PREDICTED
@@ -48,7 +48,7 @@ def decision_record(
 
 
 def measurement_record(report: CandidateReport, prediction: Prediction) -> MeasurementRecord:
-    """What was counted of a candidate."""
+    """A candidate's counts as the cache stores them."""
     from layout_tuner.cache.records import MeasurementRecord
 
     if not report.ok:

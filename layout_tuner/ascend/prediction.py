@@ -1,7 +1,7 @@
 """Which candidate to start from, predicted from the compiled kernels' counts.
 
-No time is estimated: cycles are not in the compiler's output. `RULE` counts what the chip has to start, each thing
-once, without weights, and the candidate with the least is predicted. Any measurement replaces a prediction.
+No time is estimated: cycles are not in the compiler's output. `RULE` counts what the SoC has to start, each thing
+once, without weights, and the candidate with the fewest is predicted. Any measurement replaces a prediction.
 """
 
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ RULE: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What to start from at a key, and why.
+    """The candidate predicted for a key, and why.
 
     Attributes:
         candidate: Text id.
         units: Work units of each candidate that compiled, by id.
-        rejected: Why others did not, by id.
+        rejected: Why the others did not compile, by id.
         evidence: Counts of each candidate and the compiler's versions, as plain data.
     """
 

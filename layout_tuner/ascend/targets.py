@@ -1,4 +1,4 @@
-"""The Ascend chips that the compiler knows, with their cores and on-chip memories.
+"""The targets of Ascend's compiler: SoCs, with their cores and on-chip memories.
 
 The numbers are the compiler's own: what `bishengir-compile` 1.2.0 attaches to a module compiled for the target
 (`dlti.target_system_spec`). The memory of a vector core is UB, those of a cube core are L1 and L0C.

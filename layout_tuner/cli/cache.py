@@ -226,10 +226,10 @@ def examine_cache(cache: str | None, config: Path | None, json: bool) -> None:
 
 
 def stated_path(cache: str | None, config: Path | None) -> Path | str:
-    """The file that a command looks at, or a server's URL; one that was typed in has to be there.
+    """The file that a command reads, or a server's URL; one that was typed in has to exist.
 
     Raises:
-        CacheError: It is not.
+        CacheError: It does not exist.
     """
     from layout_tuner.cache.places.opening import default_path, require_existing
 
@@ -253,7 +253,7 @@ def _shown(place: Path | str) -> str:
 
 
 def _existing(cache: str | None, config: Path | None) -> AbstractContextManager[Store | FolderStore | ServerStore]:
-    """The store for reading; it has to be there, and no export that was changed: nothing is sealed on its word."""
+    """The store for reading; raises where there is none, or where it is an export that was changed."""
     from layout_tuner.cache.places.opening import open_existing
     from layout_tuner.cache.places.server import ServerStore
     from layout_tuner.cache.sharing.share import require_unbroken
@@ -267,12 +267,12 @@ def _existing(cache: str | None, config: Path | None) -> AbstractContextManager[
 def _store(
     cache: str | None, config: Path | None, *, existing: bool = False
 ) -> AbstractContextManager[Store | FolderStore | ServerStore]:
-    """The store for writing, whose trouble is this command's: it has no use for memory in its place.
+    """The store for writing, without a guard: where it fails, the command fails.
 
     Args:
         cache: The file, or a server's URL.
         config: Settings.
-        existing: Whether it has to be there, and sound.
+        existing: Whether the store has to exist and be sound.
     """
     from layout_tuner.cache.places.opening import (
         default_path,
@@ -325,7 +325,7 @@ def _require_decisions(store: Store | FolderStore | ServerStore, environment: st
 
 
 def _moment(text: str) -> datetime:
-    """The moment that lies an age before now; raises `typer.BadParameter`."""
+    """The moment that is an age (`30d`) before now; raises `typer.BadParameter`."""
     match = re.fullmatch(r"(\d{1,6})([hdw])", text.strip())
     if match is None:
         raise typer.BadParameter(f"{text!r} is no age; wanted a number and h, d or w, as in 30d")

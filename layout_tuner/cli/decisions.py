@@ -28,7 +28,7 @@ def decision_table(rows: Iterable[tuple[DecisionRecord, str]]) -> Table:
     """A row for every candidate of every decision.
 
     Args:
-        rows: Decisions, each with a word on how it came about in this run.
+        rows: Decisions, each with a word on its origin, such as `tuned` or `stored`.
     """
     from rich.table import Table
 
@@ -73,7 +73,7 @@ def decision_table(rows: Iterable[tuple[DecisionRecord, str]]) -> Table:
 
 
 def work_units(measurement: MeasurementRecord) -> str:
-    """What a prediction rests on: counts of the compiler, not times."""
+    """The work units that a prediction rests on; they are counts, not times."""
     number = measurement.counts.get("work units")
     return f"{number:,.0f}" if isinstance(number, int | float) else "-"
 
@@ -121,5 +121,5 @@ def decision_json(decision: DecisionRecord) -> dict[str, Any]:
 
 
 def counts(stored: Mapping[str, object]) -> dict[str, object]:
-    """The facts behind a prediction, where there are any."""
+    """The counts behind a prediction, as a member of a JSON object; empty where there are none."""
     return {"counts": dict(stored)} if stored else {}

@@ -61,7 +61,7 @@ def explain(
 ) -> None:
     """Say which stored decision a call follows and why; with --target, why a kernel is slow.
 
-    That is what each candidate moves and computes, what differs, and on which source line.
+    It then prints what each candidate moves and computes, where they differ, and on which source line.
     """
     if target is None:
         explain_stored(shape, op=op, form=form, cache=cache, device=device, config=config, json=json)
@@ -121,7 +121,7 @@ def explain_stored(
 
 
 def print_stored(explanations: Sequence[Explanation], refused: Sequence[str]) -> None:
-    """What runs for each key and why, one paragraph a key."""
+    """Print the candidate that runs for each key, and why, one paragraph a key."""
     from .decisions import decision_table
 
     out = console()
@@ -305,7 +305,7 @@ def split_text(report: CandidateReport) -> str:
 
 
 def differences_table(reports: Sequence[CandidateReport]) -> Table:
-    """What candidates do differently, with the Python line."""
+    """The counts in which candidates differ, with the line of Python."""
     from rich.table import Table
 
     from ..ascend.candidates import differing_lines
@@ -325,7 +325,7 @@ def differences_table(reports: Sequence[CandidateReport]) -> Table:
 
 
 def said(report: CandidateReport) -> list[str]:
-    """What went wrong or was given up in order to succeed."""
+    """The errors of the compiler, and the optimisations it gave up."""
     lines = [report.error] if report.error else []
     for kernel in report.kernels:
         if kernel.facts is None:

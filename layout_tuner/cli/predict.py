@@ -32,7 +32,7 @@ def predict_shapes(
 
     Args:
         shapes: Shapes file.
-        target: SoC to compile for.
+        target: Name of the SoC to compile for.
         ops: Only these ops.
         cache: File of decisions; None takes the settings' one, else the user's cache folder.
         config: Settings file; None finds it as `Config.load` does.

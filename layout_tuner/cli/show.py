@@ -79,7 +79,7 @@ def _json(resolution: Resolution, layers: bool) -> dict[str, Any]:
 
 
 def _nothing(store: LayeredStore, asked: dict[str, str | None]) -> str:
-    """What to say where no decision meets the conditions: what there is instead."""
+    """The message for no decision that meets the conditions: it says what is stored instead."""
     from layout_tuner.cache.listing import listing
 
     there: Listing = listing(store)
@@ -91,7 +91,7 @@ def _nothing(store: LayeredStore, asked: dict[str, str | None]) -> str:
 
 
 def _tables(groups: Iterable[list[Resolution]], name: str, left: int, page: int, layers: bool) -> Iterator[str]:
-    """The text of one table after the other, then how many decisions that were and how many keys were left out."""
+    """The text of one table after the other, then of a line with the numbers of decisions shown and keys left out."""
     from .decisions import decision_table
 
     out = console()
@@ -153,7 +153,7 @@ def _layers(cache: str | None, config: Path | None) -> LayeredStore:
 
 
 def _warn_of_change(name: str) -> None:
-    """Says on stderr where what is shown is an export that was changed."""
+    """Warns on stderr about an export that was changed."""
     from layout_tuner.cache.sharing.share import require_unbroken
 
     from ..errors import CacheError

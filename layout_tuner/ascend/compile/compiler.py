@@ -1,7 +1,7 @@
 """Requests to Ascend's compiler, and the worker processes that answer them.
 
 The compiler runs in another interpreter (`worker.py`), several at a time, each answering one request after another.
-A worker that crashes or hangs is ended and replaced; its request is answered with what happened.
+A worker that crashes or hangs is ended and replaced; the answer to its request says what happened.
 """
 
 import collections
@@ -102,18 +102,18 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What became of a request.
+    """The answer to a request.
 
     Attributes:
-        stage: Where it ended: `front end`, `compiler`, or `worker` when the process itself died.
+        stage: The stage that ended it: `front end`, `compiler`, or `worker` when the process itself died.
         exit_status: 0 for success.
-        stderr: What the failing stage, or the compiler, said.
+        stderr: Error output of the stage that failed, or of the compiler.
         source: The line of Python that the front end failed on.
         linalg: The front end's output.
         hivm: The compiler's final module, in generic form.
-        timed_out: Ended because it took too long.
+        timed_out: Whether it was ended because it took too long.
         attempts: Runs of the compiler; more than 1 after a crash.
-        cached: The compiler's part came from the disk.
+        cached: Whether the compiler's part came from the disk.
         key: Digest of everything that decides the compiler's part.
         seconds: Time the answer took.
     """
@@ -132,7 +132,7 @@ class Answer:
 
     @property
     def ok(self) -> bool:
-        """The stage that was asked for was reached."""
+        """Whether the stage that was asked for was reached."""
         return self.exit_status == 0
 
     @property
@@ -161,8 +161,7 @@ class Answer:
     def failure(self) -> Failure:
         """The class of the failure, which says for how long it is worth remembering; empty if it did not fail.
 
-        What befell the process and not the kernel, such as a signal from outside, is a fault of the device: of the
-        machine that compiles.
+        A fault of the process and not of the kernel, such as a signal from outside, has the class `device`.
         """
         if self.ok:
             return ""
@@ -207,8 +206,8 @@ class Compiler:
     """A pool of worker processes of one toolchain for one target.
 
     Args:
-        toolchain: Whose compiler.
-        target: For which chip.
+        toolchain: Has the compiler.
+        target: The SoC to compile for.
         cache: Folder of results kept between runs; None keeps none.
         processes: Workers; they start when first needed.
     """

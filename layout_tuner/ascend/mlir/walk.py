@@ -40,7 +40,7 @@ class View:
         sizes: Sizes.
         strides: Strides in elements.
         bits: Size of an element.
-        contents: What lies there, where the launch says so.
+        contents: The integers that lie there, where the launch gives them.
     """
 
     base: str
@@ -53,7 +53,7 @@ class View:
 
 
 class Visitor(Protocol):
-    """Told of everything that is not arithmetic, in order of execution."""
+    """Methods that a walk calls for everything but arithmetic, in order of execution."""
 
     def call(self, operation: Operation, callee: str, operands: list[Any]) -> None:
         """A template or vector function is called."""
@@ -99,7 +99,7 @@ class Walk:
         function: The function.
         arguments: Values of the kernel's arguments by name, in order.
         grid: Number of programs.
-        visitor: Is told what happens.
+        visitor: Its methods are called.
     """
 
     def __init__(self, function: Operation, arguments: Mapping[str, Argument], grid: int, visitor: Visitor) -> None:
@@ -140,7 +140,7 @@ class Walk:
             block = self._branch(last, by_label)
 
     def value(self, value: Value) -> Any:
-        """What a value was when it was last computed."""
+        """The value that an SSA value had when it was last computed."""
         return self._environment.get(value)
 
     def _bound(self, block: Block) -> Iterator[Any]:
@@ -258,7 +258,7 @@ _SYNCHRONISATIONS: Final = {
 
 
 def _computes_elements(body: Block) -> bool:
-    """The loop's body stores single elements on chip and does nothing wider."""
+    """Whether the loop's body stores single elements on chip and does nothing wider."""
     stores = False
     for operation in body.operations:
         if operation.name in ("scf.for", "scf.if", "func.call"):
@@ -362,7 +362,7 @@ _VIEW_AT: Final = {"memref.load": 0, "memref.store": 1}
 
 
 def _unknown_view(value: Value) -> View | None:
-    """A region of which only the type is known: what an operation gave that is not followed."""
+    """A region of which only the type is known, as the result of an operation that is not followed."""
     memref = MemRef.parse(value.type)
     return None if memref is None else View("", memref.space, None, memref.shape, memref.strides, memref.bits)
 
