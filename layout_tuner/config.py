@@ -118,7 +118,7 @@ class Cache(Section):
     @field_validator("shared", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
-        """An environment variable lists files as a search path does."""
+        """Split a text of an environment variable into files, as a search path is split."""
         return [part for part in value.split(os.pathsep) if part] if isinstance(value, str) else value
 
 

@@ -143,7 +143,7 @@ def _prepare_streams() -> None:
 
 
 def _output_lost() -> bool:
-    """Whether stdout is closed; text that waits to be written is then dropped."""
+    """Whether stdout can no longer be written to; text that waits to be written is then dropped."""
     try:
         # What failed may not have been kept, so a flush alone would not show it.
         sys.stdout.write("\n")

@@ -28,7 +28,7 @@ def decision_table(rows: Iterable[tuple[DecisionRecord, str]]) -> Table:
     """A row for every candidate of every decision.
 
     Args:
-        rows: Decisions, each with a word on its origin, such as `tuned` or `stored`.
+        rows: Decisions, each with a word on its origin, such as `tuned now`.
     """
     from rich.table import Table
 

@@ -270,7 +270,7 @@ class Takeover:
         )
 
     def contest(self, made: Router, key: Key, device: torch.device) -> tuple[Verdict, bool]:
-        """Whether the library was measured to be faster; where misses are tuned, it is measured now if it was not."""
+        """The verdict by the measured times of both, and whether it lasts; measures them where misses are tuned."""
         rival = self.rivalry()
         if rival is None:
             return Verdict(True), True
