@@ -101,7 +101,7 @@ class KeyRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasurementRecord:
-    """What is known of one candidate for one key.
+    """The measurement of one candidate for one key: times, error, or why there are none.
 
     Attributes:
         candidate: Text id, such as `full/g=T_CONTIG`.
@@ -116,7 +116,7 @@ class MeasurementRecord:
         interval_high_us: Upper end of it.
         error: Largest relative error against the oracle.
         samples: End-to-end samples, in microseconds.
-        counts: Facts behind a prediction, by name.
+        counts: The compiler's counts behind a prediction, by name.
         measured_at: When; None means with the decision that it belongs to.
     """
 

@@ -1,4 +1,4 @@
-"""The gate of the cache: every record passes here on its way into a file and on its way out of one."""
+"""Validates every record on its way into a file and on its way out of one."""
 
 import re
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ _REFUSED = re.compile(r"num[_-]?(warps|stages)", re.IGNORECASE)
 
 
 class RefusedRowError(CacheError):
-    """A row that is well-formed to SQL and unacceptable as a record."""
+    """A row that SQL accepts and that is no valid record."""
 
 
 def check_decision(record: DecisionRecord) -> DecisionRecord:
@@ -69,5 +69,5 @@ def _fault(fault: Any) -> str:
 
 def _refuse_launch_options(texts: list[str]) -> None:
     for text in texts:
-        if found := _REFUSED.search(text):
-            raise RefusedRowError(f"{found.group()} is not accepted anywhere in this product (found in {text[:80]!r})")
+        if match := _REFUSED.search(text):
+            raise RefusedRowError(f"{match.group()} is not accepted anywhere in this product (found in {text[:80]!r})")

@@ -118,7 +118,7 @@ class Cache(Section):
     @field_validator("shared", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
-        """An environment variable lists files as a search path does."""
+        """Split a text of an environment variable into files, as a search path is split."""
         return [part for part in value.split(os.pathsep) if part] if isinstance(value, str) else value
 
 
@@ -164,11 +164,11 @@ class Config(BaseModel):
         if path is not None and not isinstance(path, (str, os.PathLike)):
             hint = "; a function is decorated with enable()(function)" if callable(path) else ""
             raise TypeError(f"config: wanted a Config, the path of a {FILE} or None, got {path!r}{hint}")
-        found, origin = read_file(path)
+        content, origin = read_file(path)
         sections: dict[str, dict[str, object]] = {}
         origins: dict[tuple[str, str], str] = {}
-        faults = refused(found, origin)
-        for name, settings in found.items():
+        faults = refused(content, origin)
+        for name, settings in content.items():
             if isinstance(settings, Mapping):
                 sections[name] = dict(settings)
             else:
@@ -265,10 +265,10 @@ def disabled() -> bool:
     return value == "1"
 
 
-def refused(found: Mapping[str, object], origin: str) -> list[str]:
+def refused(content: Mapping[str, object], origin: str) -> list[str]:
     """A complaint where `num_warps` or `num_stages` stands anywhere in a file."""
     faults = []
-    for name, value in found.items():
+    for name, value in content.items():
         if name in REFUSED:
             faults.append(f"{origin}: {name}: {REFUSAL}")
         elif isinstance(value, Mapping):

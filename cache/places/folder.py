@@ -20,7 +20,7 @@ from ..records import DecisionRecord, EnvironmentRecord, KeyRecord, MissRecord
 from ..sqlite.file import Store, in_wal_mode
 from ..sqlite.queries import key_hash
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _Record = TypeVar("_Record")
 
@@ -37,10 +37,10 @@ def host_files(path: Path) -> list[Path]:
     """Every file that hosts wrote instead of `path`, and `path` itself where it exists."""
     own = re.compile(re.escape(path.stem) + r"\.[A-Za-z0-9._-]+" + re.escape(path.suffix))
     try:
-        found = [each for each in path.parent.iterdir() if own.fullmatch(each.name)]
+        files = [each for each in path.parent.iterdir() if own.fullmatch(each.name)]
     except OSError:
         return []
-    return sorted(found)[:_MAX_PEERS] + ([path] if path.exists() else [])
+    return sorted(files)[:_MAX_PEERS] + ([path] if path.exists() else [])
 
 
 class FolderStore:
@@ -205,19 +205,19 @@ class FolderStore:
         if path not in self._said:
             self._said.add(path)
             level = logging.INFO if error.fault is Fault.UNAVAILABLE else logging.WARNING
-            logger.log(level, "%s; left out for now", error)
+            log.log(level, "%s; left out for now", error)
 
 
 def _state(path: Path) -> tuple[int, ...]:
     """Changes when a file is written or replaced, or another process is about to write it; empty where it is gone."""
-    found: list[int] = []
+    state: list[int] = []
     for each in (path, path.with_name(f"{path.name}-wal")):
         try:
             status = os.stat(each)
         except OSError:
             continue
-        found += [status.st_ino, status.st_size, status.st_mtime_ns]
-    return tuple(found)
+        state += [status.st_ino, status.st_size, status.st_mtime_ns]
+    return tuple(state)
 
 
 def _peer(path: Path) -> Store:

@@ -75,17 +75,17 @@ def read_pins(path: str | os.PathLike[str]) -> tuple[str, tuple[DecisionRecord, 
         plain = document.get("decisions")
         if not isinstance(plain, list):
             raise CacheError(f"{path}: its decisions are no list")
-        found = content_hash(plain)
+        digest = content_hash(plain)
     except OSError as error:
         raise CacheError(f"{path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise CacheError(f"{path}: not JSON ({error})") from error
-    if found != document.get("sha256"):
+    if digest != document.get("sha256"):
         raise CacheError(
-            f"{path}: its hash is {document.get('sha256')!r}, its content has {found!r}: "
+            f"{path}: its hash is {document.get('sha256')!r}, its content has {digest!r}: "
             "it was changed after it was written"
         )
-    return found, tuple(_pin(path, number, each) for number, each in enumerate(plain))
+    return digest, tuple(_pin(path, number, each) for number, each in enumerate(plain))
 
 
 def _refuse_other_files(path: Path) -> None:

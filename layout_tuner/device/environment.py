@@ -1,6 +1,6 @@
-"""What a timing is valid in: the fingerprint of device, driver, runtime and compiler.
+"""The environment in which a timing is valid: a fingerprint of device, driver, runtime and compiler.
 
-An environment is a namespace. Decisions of another one are kept and do not match; nothing is thrown away.
+Decisions of other environments are kept in the cache; a lookup ignores them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PREDICTED = "predicted:"
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """An environment.
+    """The device, driver, runtime and compiler that timings hold for.
 
     Attributes:
         id: Readable name and a hash over the facts: `NVIDIA H200 #3fa9c1d2`.
@@ -83,10 +83,10 @@ def npu_facts() -> dict[str, str]:
     ask = getattr(getattr(getattr(torch, "npu", None), "utils", None), "get_cann_version", None)
     for fact, module in (("cann", "CANN"), ("driver", "DRIVER")):
         try:
-            found = ask(module) if ask else ""
+            answer = ask(module) if ask else ""
         except (RuntimeError, OSError, KeyError, ValueError):
-            found = ""
-        if found:
-            facts[fact] = str(found)
+            answer = ""
+        if answer:
+            facts[fact] = str(answer)
     facts.setdefault("cann", str(getattr(torch.version, "cann", "") or "unknown"))
     return facts

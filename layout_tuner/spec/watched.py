@@ -1,4 +1,4 @@
-"""Whether torch runs a call as it is, or traces, transforms or watches it: then its tensors may have no memory.
+"""Tells whether torch runs a call as it is, or traces, transforms or watches it: then its tensors may have no memory.
 
 Kernels are handed addresses. Under `FakeTensorMode`, `make_fx`, `vmap`, `jit.trace`, selective checkpointing and the
 like, and for tensors on the `meta` device, torch has to see an operator instead.
@@ -22,7 +22,7 @@ STAND_INS = frozenset({"FakeTensor", "FunctionalTensor"})
 
 
 class _Kinds(dict[type, bool]):
-    """Which types are plain ones: tensors, subclasses without operators of their own, and what is no tensor at all."""
+    """By type, whether it is plain: a tensor, a subclass without operators of its own, or no tensor at all."""
 
     def __missing__(self, kind: type) -> bool:
         tensor = issubclass(kind, torch.Tensor)
@@ -31,7 +31,7 @@ class _Kinds(dict[type, bool]):
 
 
 def dispatch_of(kind: type) -> object:
-    """What runs the operators of a type of tensors."""
+    """The function that runs the operators of a tensor type."""
     return getattr(kind, "__torch_dispatch__", None)
 
 
@@ -39,14 +39,14 @@ _plain = _Kinds()
 
 
 def plain(*tensors: object) -> bool:
-    """Whether no tensor among them is of a special type, and torch runs operators as they are called."""
+    """Whether all tensors are of plain types and torch runs operators at once as they are called."""
     if _modes() or _jit() or _transforms() is not None:
         return False
     return False not in [_plain[type(tensor)] for tensor in tensors]
 
 
 def in_memory(*tensors: object) -> bool:
-    """Whether tensors are plain ones as for `plain`, and none of them is nested, sparse or on the `meta` device."""
+    """Whether the tensors are `plain`, and none is nested, sparse or on the `meta` device."""
     ordinary = [
         not isinstance(x, torch.Tensor) or (x.layout is torch.strided and not x.is_nested and not x.is_meta)
         for x in tensors
@@ -55,18 +55,18 @@ def in_memory(*tensors: object) -> bool:
 
 
 def is_meta(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is on the `meta` device and stands for none elsewhere."""
+    """Whether a tensor is on the `meta` device, and is not a tracer's stand-in for a tensor on another device."""
     return tensor.is_meta and type(tensor).__name__ not in STAND_INS
 
 
 def faking() -> bool:
-    """Whether a mode is on under which no operator runs: what is measured or tried then holds for no device."""
+    """Whether a mode is on under which operators compute nothing, so that nothing may be measured or remembered."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None or bool(_jit())
 
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """A context in which torch runs as if nothing were tracing, transforming or watching."""
+    """Within this context torch runs operators as if no mode and no trace were on."""
     state = torch._C._get_tracing_state() if _jit() else None
     if state is not None:
         torch._C._set_tracing_state(None)  # type: ignore[arg-type,attr-defined]
@@ -79,18 +79,18 @@ def apart() -> Iterator[None]:
 
 
 def faults(named: dict[str, Any]) -> list[str]:
-    """What is wrong with tensors that are not plain ones and stand for none, by name."""
+    """Complaints about the named tensors that are neither plain nor stand-ins for plain ones."""
     if _transforms() is not None:
         return ["vmap, grad and the other transforms of torch.func are not served: make B larger, use torch.autograd"]
-    wrong: list[str] = []
+    complaints = []
     for name, x in named.items():
         if not isinstance(x, torch.Tensor):
             continue
         if x.is_nested:
-            wrong.append(f"{name}: wanted a plain tensor, got a nested one: pass its values with cu_seqlens")
+            complaints.append(f"{name}: wanted a plain tensor, got a nested one: pass its values with cu_seqlens")
         elif x.layout is not torch.strided:
-            wrong.append(f"{name}: wanted a dense tensor, got layout {x.layout}: call to_dense()")
+            complaints.append(f"{name}: wanted a dense tensor, got layout {x.layout}: call to_dense()")
         elif not _plain[type(x)] and type(x).__name__ not in STAND_INS:
             hint = ": call to_local()" if hasattr(x, "to_local") else ""
-            wrong.append(f"{name}: wanted a plain tensor, got a {type(x).__name__}{hint}")
-    return wrong
+            complaints.append(f"{name}: wanted a plain tensor, got a {type(x).__name__}{hint}")
+    return complaints

@@ -25,7 +25,7 @@ class Abandoned(BaseException):
 
 
 class _Family(threading.local):
-    """The thread on whose behalf this one works; itself, where on nobody's."""
+    """The thread for which this one works; a thread that works for no other is its own."""
 
     def __init__(self) -> None:
         self.head = threading.get_ident()
@@ -67,7 +67,7 @@ class FamilyLock:
 
 
 class _Job(Generic[R]):
-    """A call and what became of it."""
+    """A call, and its result or error."""
 
     def __init__(self, function: Callable[[], R]) -> None:
         self.head = _family.head

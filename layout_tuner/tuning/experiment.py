@@ -91,7 +91,7 @@ class Experiment:
         """Every candidate of the key.
 
         Args:
-            known: What was found of some before and is still believed, by id and revision: they are not tried again.
+            known: Earlier measurements that are still believed, by id and revision; these are not tried again.
         """
         return [
             Trial(
@@ -109,7 +109,7 @@ class Experiment:
             return self.prepared(candidate)
 
     def prepared(self, candidate: Candidate) -> Runs:
-        """A candidate on the device that is the current one."""
+        """A candidate made ready, while its device is the current one."""
         call = self.call
         whole = Prepared(self.spec, self.problem, candidate, call)
         arguments = (call.scalars, call.cu_seqlens, call.chunk_indices)
@@ -127,7 +127,7 @@ class Experiment:
         )
 
     def check(self, prepared: Prepared) -> Check:
-        """Run into poisoned memory and compare every output with the oracle, then bits with other candidates."""
+        """Run a candidate into poisoned memory and compare its outputs with the oracle, then bits with others'."""
         candidate = prepared.candidate
         with torch.no_grad(), driver.guard(self.device):
             return self.checker.compare(candidate, self.run_poisoned(prepared), default=candidate == self.default)

@@ -131,9 +131,9 @@ def tune_isolated(
         )
         answer = ask(request, list(revisions))
         if answer.outcome is not None:
-            for found in answer.outcome.measurements:
-                if found.state in ("failed", "wrong") and (found.id, found.revision) not in known:
-                    log.warning("candidate %s is %s: %s", found.id, found.state, found.reason)
+            for measurement in answer.outcome.measurements:
+                if measurement.state in ("failed", "wrong") and (measurement.id, measurement.revision) not in known:
+                    log.warning("candidate %s is %s: %s", measurement.id, measurement.state, measurement.reason)
             return answer.outcome
         place = (answer.candidate, revisions.get(answer.candidate, ""))
         if answer.error == DeviceLostError.__name__ and place[1] and place not in known:
@@ -148,7 +148,7 @@ def tune_isolated(
 
 
 def failed(candidate: str, revision: str, failure: Failure, reason: str) -> Measurement:
-    """What is known of a candidate that took its process with it."""
+    """The measurement of a candidate that took its process with it."""
     now = datetime.now(UTC)
     return Measurement(id=candidate, revision=revision, state="failed", failure=failure, reason=reason, measured_at=now)
 
@@ -227,7 +227,7 @@ def end(child: subprocess.Popen[bytes]) -> None:
 
 
 def ended(child: subprocess.Popen[bytes]) -> str:
-    """How a child ended that said nothing more."""
+    """A sentence on how a child ended that sent no answer."""
     try:
         status = child.wait(10.0)
     except subprocess.TimeoutExpired:
@@ -261,7 +261,7 @@ _waiting: dict[torch.device, queue.SimpleQueue[Job]] = {}
 
 
 def beside(device: torch.device, job: Job) -> None:
-    """Do something while calls go on, after what was asked for that device before."""
+    """Queue work for a device; it runs in a thread while calls go on, after earlier work for that device."""
     with _lock:
         jobs = _waiting.get(device)
         if jobs is not None:
@@ -273,7 +273,7 @@ def beside(device: torch.device, job: Job) -> None:
 
 
 def work(device: torch.device, jobs: queue.SimpleQueue[Job]) -> None:
-    """Do what is asked, until there is nothing."""
+    """Run the queued work until there is none left."""
     while True:
         with _lock:
             if jobs.empty():
@@ -286,7 +286,7 @@ def work(device: torch.device, jobs: queue.SimpleQueue[Job]) -> None:
 
 
 def idle(seconds: float) -> bool:
-    """Wait until nothing is tuned beside the calls, and say whether that came within so many seconds."""
+    """Wait until no queued work runs; say whether that came within `seconds`."""
     give_up = time.monotonic() + seconds
     while _waiting:
         if time.monotonic() > give_up:
