@@ -25,10 +25,11 @@ from .state import load_state, state_offset
 from .time_axis import (
     clear_outside_rows,
     clear_outside_time_axis,
+    load_chunk,
+    load_columns,
     locate_chunk,
-    store_time_axis,
-    time_axis_offset,
-    time_axis_stride,
+    store_chunk,
+    token_pointer,
 )
 
 
@@ -52,9 +53,7 @@ def _gate(
     """G at the rows `o_r` of chunk `i_t`, fp32, 0 where `m_r` does not hold."""
     b_G = tl.zeros([o_r.shape[0]], dtype=tl.float32)
     if USE_G:
-        stride: tl.constexpr = time_axis_stride(HV, G_T_CONTIG)
-        p_g = g + time_axis_offset(i_b, bos, i_h, T, HV, G_T_CONTIG) + tl.cast(i_t, tl.int64) * BT * stride
-        b_G += tl.load(p_g + o_r * stride, mask=m_r, other=0.0).to(tl.float32)
+        b_G += load_chunk(g, i_b, i_t, bos, i_h, o_r, m_r, T, HV, BT, G_T_CONTIG)
     if USE_G_GAMMA:
         b_G += tl.where(m_r, tl.load(g_gamma + i_h).to(tl.float32) * (o_r + 1).to(tl.float32), 0.0)
     return b_G
@@ -79,52 +78,11 @@ def _gate_at(
     """G at one row of chunk `i_t`, a scalar; where the chunk has no token, of one that is there."""
     x = 0.0
     if USE_G:
-        stride: tl.constexpr = time_axis_stride(HV, G_T_CONTIG)
-        o_t = tl.cast(tl.maximum(i_t * BT + row, 0), tl.int64)
-        p_g = g + time_axis_offset(i_b, bos, i_h, T, HV, G_T_CONTIG) + o_t * stride
-        x += tl.load(p_g).to(tl.float32)
+        t = tl.maximum(i_t * BT + row, 0)
+        x += tl.load(token_pointer(g, i_b, t, bos, i_h, T, HV, G_T_CONTIG)).to(tl.float32)
     if USE_G_GAMMA:
         x += tl.load(g_gamma + i_h).to(tl.float32) * (row + 1).to(tl.float32)
     return x
-
-
-@triton.jit
-def _store_dg(
-    dg,
-    b_dG,
-    i_b,
-    i_t,
-    bos,
-    i_h,
-    o_c,
-    m_t,
-    T,
-    HV: tl.constexpr,
-    BT: tl.constexpr,
-    DG_T_CONTIG: tl.constexpr,
-):
-    """Stores dG of chunk `i_t` of one value head."""
-    stride: tl.constexpr = time_axis_stride(HV, DG_T_CONTIG)
-    p_dg = dg + time_axis_offset(i_b, bos, i_h, T, HV, DG_T_CONTIG) + tl.cast(i_t, tl.int64) * BT * stride
-    store_time_axis(p_dg, o_c, b_dG, m_t, HV, DG_T_CONTIG)
-
-
-@triton.jit
-def _columns(
-    p_x,
-    o_r,
-    o_e,
-    m_r,
-    STRIDE: tl.constexpr,
-    E: tl.constexpr,
-    BE: tl.constexpr,
-):
-    """Columns `o_e` of the rows `o_r`, `STRIDE` elements apart, zero where `m_r` does not hold and outside `E`."""
-    if E % BE == 0:
-        m_x = m_r[:, None]
-    else:
-        m_x = m_r[:, None] & (o_e < E)[None, :]
-    return tl.load(p_x + o_r[:, None] * STRIDE + o_e[None, :], mask=m_x, other=0.0)
 
 
 @triton.jit
@@ -433,7 +391,7 @@ def chunk_bwd_dqkwg_full(
                         STATE_V_FIRST,
                         DOT_PRECISION,
                     )
-                    _store_dg(dg, b_dG, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, DG_T_CONTIG)
+                    store_chunk(dg, b_dG, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, DG_T_CONTIG, True)
                 else:
                     b_dg, b_dg0, b_dg1 = _add_row(b_dg, b_dg0, b_dg1, b_dG, i_r, o_g, GROUP)
         b_S = b_sum.to(q.dtype.element_ty)
@@ -453,13 +411,13 @@ def chunk_bwd_dqkwg_full(
                 G_last = _gate_at(g, g_gamma, i_b, i_t, bos, i_hv, last, T, HV, BT, USE_G, USE_G_GAMMA, G_T_CONTIG)
                 b_e = tl.where(m_t, tl.exp2(tl.where(m_t, G_last - b_G, 0.0)), 0.0)
                 if USE_DG and not DG_FROM_VALUES:
-                    b_k = _columns(p_k, o_c, o_k, m_t, H * K, K, BK)
+                    b_k = load_columns(p_k, o_c, o_k, m_t, H * K, K, BK, K)
                 b_dkh = tl.zeros([BT, BK], dtype=tl.float32)
                 b_hh = tl.zeros([BK, HH], dtype=tl.float32)
                 for i_v in range(0, V, BV):
                     o_v = i_v + tl.arange(0, BV)
                     b_dh = _state(p_dh, o_k, o_v, K, V, BK, BV, STATE_V_FIRST)
-                    b_v = _columns(p_v, o_c, o_v, m_t, HV * V, V, BV)
+                    b_v = load_columns(p_v, o_c, o_v, m_t, HV * V, V, BV, V)
                     b_dkh += tl.dot(b_v, tl.trans(b_dh), input_precision=DOT_PRECISION)
                     if USE_DG and not DG_FROM_VALUES:
                         b_h = _state(p_h, o_k, o_v, K, V, BK, BV, STATE_V_FIRST)
@@ -476,7 +434,7 @@ def chunk_bwd_dqkwg_full(
                     b_dG = tl.where(o_c == last, dG_last, 0.0) - b_kk
                     b_dg, b_dg0, b_dg1 = _add_row(b_dg, b_dg0, b_dg1, b_dG, i_r, o_g, GROUP)
                 b_dk += b_dkh
-            b_q = _columns(p_q, o_c, o_k, m_t, H * K, K, BK)
+            b_q = load_columns(p_q, o_c, o_k, m_t, H * K, K, BK, K)
             if COMPUTED_RIGHT:
                 b_dk += tl.trans(tl.dot(tl.trans(b_q), b_S, input_precision=DOT_PRECISION))
             else:
@@ -491,17 +449,17 @@ def chunk_bwd_dqkwg_full(
                 b_G = _gate(g, g_gamma, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, USE_G, USE_G_GAMMA, G_T_CONTIG)
                 b_e = tl.exp2(b_G) * scale
                 if USE_DG and not DG_FROM_VALUES:
-                    b_q = _columns(p_q, o_c, o_k, m_t, H * K, K, BK)
+                    b_q = load_columns(p_q, o_c, o_k, m_t, H * K, K, BK, K)
                 b_dqh = tl.zeros([BT, BK], dtype=tl.float32)
                 b_dwh = tl.zeros([BT, BK], dtype=tl.float32)
                 for i_v in range(0, V, BV):
                     o_v = i_v + tl.arange(0, BV)
                     b_h = _state(p_h, o_k, o_v, K, V, BK, BV, STATE_V_FIRST)
-                    b_do = _columns(p_do, o_c, o_v, m_t, HV * V, V, BV)
+                    b_do = load_columns(p_do, o_c, o_v, m_t, HV * V, V, BV, V)
                     b_dqh += tl.dot(b_do, tl.trans(b_h), input_precision=DOT_PRECISION)
                     if USE_DW:
                         p_dv = dv + (first * HV + i_hv) * V
-                        b_dv = _columns(p_dv, o_c, o_v, m_t, HV * V, V, BV)
+                        b_dv = load_columns(p_dv, o_c, o_v, m_t, HV * V, V, BV, V)
                         b_dwh += tl.dot(b_dv, tl.trans(b_h), input_precision=DOT_PRECISION)
                 if USE_DW:
                     p_dw = dw + (first * HV + i_hv) * K
@@ -511,7 +469,7 @@ def chunk_bwd_dqkwg_full(
                     b_dG = tl.sum(b_dqh * b_q.to(tl.float32), axis=1)
                     b_dg, b_dg0, b_dg1 = _add_row(b_dg, b_dg0, b_dg1, b_dG, i_r, o_g, GROUP)
                 b_dq += b_dqh
-            b_k = _columns(p_k, o_c, o_k, m_t, H * K, K, BK)
+            b_k = load_columns(p_k, o_c, o_k, m_t, H * K, K, BK, K)
             if COMPUTED_RIGHT:
                 b_dq += tl.trans(tl.dot(tl.trans(b_k), tl.trans(b_S), input_precision=DOT_PRECISION))
             else:
@@ -520,13 +478,13 @@ def chunk_bwd_dqkwg_full(
 
         if USE_DG and not DG_FROM_VALUES:
             if GROUP <= 2:
-                _store_dg(dg, b_dg0, i_b, i_t, bos, i_h * R, o_c, m_t, T, HV, BT, DG_T_CONTIG)
+                store_chunk(dg, b_dg0, i_b, i_t, bos, i_h * R, o_c, m_t, T, HV, BT, DG_T_CONTIG, True)
                 if GROUP == 2:
-                    _store_dg(dg, b_dg1, i_b, i_t, bos, i_h * R + 1, o_c, m_t, T, HV, BT, DG_T_CONTIG)
+                    store_chunk(dg, b_dg1, i_b, i_t, bos, i_h * R + 1, o_c, m_t, T, HV, BT, DG_T_CONTIG, True)
             else:
                 for i_r in range(0, R):
                     b_dG = tl.sum(tl.where(o_g[:, None] == i_r, b_dg, 0.0), axis=0)
-                    _store_dg(dg, b_dG, i_b, i_t, bos, i_h * R + i_r, o_c, m_t, T, HV, BT, DG_T_CONTIG)
+                    store_chunk(dg, b_dG, i_b, i_t, bos, i_h * R + i_r, o_c, m_t, T, HV, BT, DG_T_CONTIG, True)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "TASKS"])
@@ -767,4 +725,4 @@ def chunk_bwd_dg(
             STATE_V_FIRST,
             DOT_PRECISION,
         )
-        _store_dg(dg, b_dG, i_b, i_t, bos, i_h, o_c, m_t, T, HV, BT, DG_T_CONTIG)
+        store_chunk(dg, b_dG, i_b, i_t, bos, i_h, o_c, m_t, T, HV, BT, DG_T_CONTIG, True)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .state import load_rows, load_state, locate_sequence, state_offset, store_state, zero_state
-from .time_axis import clear_outside_rows, time_axis_offset, time_axis_stride
+from .time_axis import chunk_pointer, clear_outside_rows, load_token, load_tokens
 
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "TASKS"])
@@ -96,10 +96,9 @@ def chunk_gated_delta_rule_fwd_h(
                 )
 
             if USE_G:
-                stride: tl.constexpr = time_axis_stride(HV, G_T_CONTIG)
-                p_g = g + time_axis_offset(i_b, bos, i_h, T, HV, G_T_CONTIG) + tl.cast(i_t, tl.int64) * BT * stride
-                b_g_last = tl.load(p_g + (tokens - 1) * stride).to(tl.float32)
-                b_g = tl.load(p_g + o_c * stride, mask=m_t, other=0.0).to(tl.float32)
+                p_g = chunk_pointer(g, i_b, i_t, bos, i_h, T, HV, BT, G_T_CONTIG)
+                b_g_last = load_token(p_g, tokens - 1, HV, G_T_CONTIG)
+                b_g = load_tokens(p_g, o_c, m_t, HV, G_T_CONTIG)
                 b_v *= tl.exp2(tl.where(m_t, b_g_last - b_g, 0.0))[:, None]
                 # A vector: Ascend sends a scalar's exp2 through global memory. No `where`: bishengir 1.2.0 fails on A5.
                 b_h *= tl.exp2(b_g_last * m_k.to(tl.float32))[:, None]
