@@ -20,7 +20,7 @@ tile of V, and its tile would take the registers that the state needs.
 import triton
 import triton.language as tl
 
-from .state import load_rows, load_state, locate_sequence, state_offset, store_state, zero_state
+from .state import first_state, load_rows, locate_walk, state_offset, store_state
 from .time_axis import chunk_pointer, clear_outside_rows, load_chunk, load_token, load_tokens, locate_chunk
 
 
@@ -131,23 +131,16 @@ def chunk_gated_delta_rule_fwd_walk(
     if IS_VARLEN:
         if STORE_OUTPUT:
             clear_outside_rows(o, cu_seqlens, T, N, HV * V, BV)
-    NV: tl.constexpr = (V + BV - 1) // BV
     o_c = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
     m_k = o_k < K
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
-        i_nh = i_task // NV
-        i_n = i_nh // HV
-        i_h = i_nh % HV
-        i_b, bos, length, boc = locate_sequence(i_n, cu_seqlens, chunk_offsets, T, NT, BT, IS_VARLEN)
-        o_v = (i_task % NV) * BV + tl.arange(0, BV)
+        i_n, i_h, o_v, i_b, bos, length, boc = locate_walk(
+            i_task, cu_seqlens, chunk_offsets, T, NT, HV, V, BT, BV, IS_VARLEN
+        )
         m_v = o_v < V
 
-        if USE_INITIAL_STATE:
-            b_h = load_state(h0 + state_offset(i_n, i_h, HV, K, V), o_k, o_v, K, V, STATE_V_FIRST).to(tl.float32)
-        else:
-            b_h = zero_state(i_task, o_k, o_v)
-
+        b_h = first_state(h0, i_task, i_n, i_h, o_k, o_v, HV, K, V, USE_INITIAL_STATE, STATE_V_FIRST)
         for i_t in range(0, tl.cdiv(length, BT)):
             first = tl.cast(bos + i_t * BT, tl.int64)
             tokens = tl.minimum(length - i_t * BT, BT)
