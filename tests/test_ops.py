@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import MORE_HEADS, PUT_TOGETHER, SIZES, experiment_for, faults, gate_dtypes, key_for, matrix
+from layout_tuner.kernels import tiling
 
 import layout_tuner.ops  # noqa: F401  registers every op
-from layout_tuner.kernels import tiling
 from layout_tuner.spec import registry
 from layout_tuner.spec.declaration import OpSpec
 from layout_tuner.spec.keys import Form
