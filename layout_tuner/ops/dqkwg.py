@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from layout_tuner.kernels import dqkwg as kernels
-from layout_tuner.kernels import tiling
+from layout_tuner.kernels import dg as dg_kernels
+from layout_tuner.kernels import dqkwg_full, dqkwg_rows, dqkwg_sub, tiling
 
 from .. import reference
 from ..dispatch import router
@@ -113,24 +113,32 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
     gates: dict[str, Constant] = dict(
         USE_G=wants_dg,
         USE_G_GAMMA=problem.has("g_gamma"),
-        USE_DW=wants_dw,
     )
     dg_layout, dg_t_contig = candidate.plan["dg"], candidate.plan.t_contig("dg")
-    fused = candidate.variant == "full"
-    if fused:
+    dg_apart = candidate.variant == "sub"
+    from_rows = wants_dg and not dg_apart and not dg_from_values
+    computed_right = problem.chip.tiles == "cuda"
+    if dg_apart:
+        kernel = launcher.bind(dqkwg_sub.chunk_bwd_dqkwg_sub, BC=BC, USE_DW=wants_dw, **gates, **shared)
+    elif from_rows:
         kernel = launcher.bind(
-            kernels.chunk_bwd_dqkwg_full,
+            dqkwg_rows.chunk_bwd_dqkwg_rows,
             GROUP=tiling.power_of_two(HV // H, 1, HV),
-            USE_DG=wants_dg,
-            DG_FROM_VALUES=dg_from_values,
+            USE_DW=wants_dw,
             DG_T_CONTIG=dg_t_contig,
-            COMPUTED_RIGHT=problem.chip.tiles == "cuda",
-            **gates,
+            COMPUTED_RIGHT=computed_right,
             **shared,
         )
     else:
-        kernel = launcher.bind(kernels.chunk_bwd_dqkwg_sub, BC=BC, **gates, **shared)
-    dg_kernel = launcher.bind(kernels.chunk_bwd_dg, DG_T_CONTIG=dg_t_contig, **shared)
+        kernel = launcher.bind(
+            dqkwg_full.chunk_bwd_dqkwg_full,
+            USE_DW=wants_dw,
+            DG_T_CONTIG=dg_t_contig,
+            COMPUTED_RIGHT=computed_right,
+            **gates,
+            **shared,
+        )
+    dg_kernel = launcher.bind(dg_kernels.chunk_bwd_dg, DG_T_CONTIG=dg_t_contig, **shared)
     programs, default_scale = problem.chip.cube_programs, K**-0.5
 
     def launch(
@@ -154,7 +162,8 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
         dq, dk = torch.empty_like(q), torch.empty_like(k)
         dw = q.new_empty(B, T, HV, K) if wants_dw else None
         dg = layouts.empty((B, T, HV), dg_layout, torch.float32, q.device) if wants_dg else None
-        results = (dq, dk, dw, dg) if fused else (dq, dk, dw)
+        gate = (g,) if from_rows else (g, g_gamma)
+        results = (dq, dk, dw) if dg_apart else (dq, dk, dw, dg)
         kernel(
             max(1, min(chunks * H, programs)),
             q,
@@ -164,8 +173,7 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
             h,
             dh,
             dv,
-            g,
-            g_gamma,
+            *gate,
             *results,
             cu_seqlens,
             chunk_indices,
@@ -175,7 +183,7 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
             N,
             chunks * H,
         )
-        if wants_dg and not fused:
+        if wants_dg and dg_apart:
             dg_kernel(
                 max(1, min(chunks * HV, programs)),
                 q,
