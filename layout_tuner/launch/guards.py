@@ -8,10 +8,9 @@ the first difference. It is one generated function for each pattern of operands:
 Where torch has the guards that its own compiler puts before compiled code, one call of them compares all operands at
 once, for less than half of what asking in Python costs. They refuse more than has to be refused (other strides of a
 dimension of size 1, one tensor given twice, another `requires_grad`), so that what they refuse is compared in Python.
-They refuse whatever torch traces, transforms or watches, too; Python asks for that once all else is the same. A nested
-tensor of strided layout is the one thing that they cannot be asked about: in torch 2.13 it ends the process. Asking each
-operand first would make a hit a quarter slower, so that only an op which a user calls for itself asks (see
-`watched.any_nested`).
+They refuse whatever torch traces, transforms or watches, too; Python asks for that once all else is the same. Nested
+tensors of strided layout are the one thing that they cannot be asked about: in torch 2.13 it ends the process. To ask
+each operand first would make a hit a quarter slower, so that the chain alone asks (see `watched.any_nested`).
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def settled(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def in_memory(*tensors: object) -> bool:
-    """The same, for tensors that may be nested, sparse, without memory or on the `meta` device, which are none of it."""
+    """The same, and that no tensor is nested, sparse, on the `meta` device or otherwise without memory."""
     ordinary = [
         not isinstance(x, torch.Tensor)
         or (x.layout is torch.strided and not x.is_nested and not x.is_meta and not x._is_zerotensor())
