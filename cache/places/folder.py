@@ -21,9 +21,9 @@ from ..hosts import this_host
 from ..merge import Evidence
 from ..misses import frequency
 from ..records import DecisionRecord, EnvironmentRecord, KeyRecord, MissRecord
+from ..sqlite import queries
 from ..sqlite.bulk import Progress, silent
 from ..sqlite.file import Store, in_wal_mode
-from ..sqlite.queries import KEYS, key_hash
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class FolderStore:
     def evidence(self, key: KeyRecord, environment: str) -> tuple[DecisionRecord, ...]:
         """Every decision for a key in an environment, of all hosts."""
         merged = Evidence()
-        for store in self._holding(key_hash(key, environment)):
+        for store in self._holding(queries.key_hash(key, environment)):
             for record in self._read(store, lambda each: each.evidence(key, environment)):
                 merged.add_decision(record)
         return tuple(merged.decisions.values())
@@ -119,7 +119,7 @@ class FolderStore:
             stores.append(store)
             if len(self._peers) > _MAX_OPEN and store is not self._own:
                 store.close()
-        most = max(KEYS // max(len(stores), 1), 1)
+        most = max(queries.KEYS // max(len(stores), 1), 1)
         merged = heapq.merge(*[self._pages(store, environment, op, most) for store in stores], key=_order)
         for _, groups in itertools.groupby(merged, key=_order):
             evidence = Evidence()
