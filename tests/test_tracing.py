@@ -277,7 +277,7 @@ def test_negative_views_are_read_with_their_sign(hit: bool, device: torch.device
         varied = [_Negative.apply(x) if number == place else x for number, x in enumerate(given)]
         o = chain(*varied, initial_state=state)[0]
         assert same([o.detach(), *torch.autograd.grad(o.sin().sum(), given)], wanted)
-    with pytest.raises(TypeError, match="cu_seqlens: .* got a negative view"):
+    with pytest.raises(TypeError, match=r"cu_seqlens: .* got a negative view"):
         chain(*given, cu_seqlens=torch._neg_view(torch.tensor([0, -7, -20], device=device)))
     o = _Negative.apply(chain(*given, initial_state=state)[0])
     assert same(torch.autograd.grad(o.sin().sum(), given), wanted[1:])
