@@ -43,12 +43,6 @@ def replacing(path: Path) -> Iterator[Path]:
         raise CacheError(f"{path}: {error.strerror or error}") from error
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a whole file, with the user's umask; raises `CacheError`."""
-    with replacing(path) as scratch:
-        scratch.write_bytes(content)
-
-
 def require_replaceable(path: Path) -> None:
     """Raises `CacheError` unless a path is free or a regular file: nothing is written through a link or to a device."""
     try:

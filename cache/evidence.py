@@ -14,6 +14,7 @@ from .records import (
     DecisionRecord,
     FailureClass,
     MeasurementRecord,
+    Source,
     mapping_text,
     utc_now,
 )
@@ -138,6 +139,13 @@ def facts_order(facts: str) -> tuple[bool, str]:
     return facts != mapping_text({}), facts
 
 
+def source_on(host: str, source: Source, made_by: str) -> Source:
+    """As what a decision of a source counts on a host: what the host measured itself stays its own, as when a backup
+    comes home."""
+    return "imported" if source == "measured" and made_by != host else source
+
+
 def imported(record: DecisionRecord, host: str) -> DecisionRecord:
-    """The record as it counts on a host: `measured` on another host becomes `imported`; on this one it stays."""
-    return replace(record, source="imported") if record.source == "measured" and record.host != host else record
+    """The record as it counts on a host."""
+    source = source_on(host, record.source, record.host)
+    return record if source == record.source else replace(record, source=source)

@@ -77,6 +77,7 @@ Moment = Annotated[
 ]
 Fact = str | int | float | bool | None
 Facts = Annotated[Mapping[Annotated[str, Field(max_length=200)], Fact], Field(max_length=MAX_MAPPING)]
+Samples = Annotated[tuple[FiniteFloat, ...], Field(max_length=MAX_SAMPLES)]
 
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, revalidate_instances="always")
 
@@ -133,7 +134,7 @@ class MeasurementRecord:
     interval_low_us: FiniteFloat | None = None
     interval_high_us: FiniteFloat | None = None
     error: FiniteFloat | None = None
-    samples: Annotated[tuple[FiniteFloat, ...], Field(max_length=MAX_SAMPLES)] = ()
+    samples: Samples = ()
     counts: Facts = field(default_factory=dict)
     measured_at: Moment | None = None
 

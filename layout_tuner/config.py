@@ -7,6 +7,7 @@ An explicit argument wins over an environment variable, that over `tuner.toml`, 
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shlex
@@ -201,9 +202,19 @@ def with_cache(settings: Config, path: str | os.PathLike[str] | None) -> Config:
     return settings.model_copy(update={"cache": section})
 
 
+@functools.cache
+def taken(path: str) -> str:
+    """What an environment variable's path meant when it was first read, wherever the process has gone since."""
+    try:
+        return absolute(path)
+    except ValueError as error:
+        raise ConfigError(f"{PREFIX}CONFIG: {error}, got {without_secrets(repr(path))}") from None
+
+
 def read_file(path: str | os.PathLike[str] | None) -> tuple[dict[str, object], str]:
     """The parsed settings file and its name; nothing where none is named and the working directory has none."""
-    named = path or os.environ.get(PREFIX + "CONFIG")
+    stated = os.environ.get(PREFIX + "CONFIG")
+    named = path or (taken(stated) if stated else None)
     file = Path(named) if named else Path(FILE)
     if not named and not file.is_file():
         return {}, FILE

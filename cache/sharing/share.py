@@ -114,10 +114,15 @@ def export_file(
         progress("copying", 0, None)
         if isinstance(store, Store):
             store.snapshot(scratch)
-            _keep_only(scratch, environment, op)
         else:
             with contextlib.closing(Store(scratch, journal="delete")) as copy:
-                copy.absorb(store.decisions(environment=environment, op=op), store.environments(), store.misses())
+                if isinstance(store, FolderStore):
+                    store.pour_into(copy, progress)
+                else:
+                    found = store.decisions(environment=environment, op=op)
+                    step = functools.partial(_told, progress, "copying", None)
+                    copy.absorb(told(found, step), store.environments(), store.misses())
+        _keep_only(scratch, environment, op)
         progress("sealing", 0, None)
         digest, decisions = _finish(scratch)
     return Exported(path=target, decisions=decisions, size_bytes=target.stat().st_size, sha256=digest)
@@ -199,7 +204,7 @@ def merge_files(
     return Merged(exported=exported, tally=tally, conflicts=tuple(shown), disputes=disputes)
 
 
-def _told(progress: Progress, what: str, total: int, done: int) -> None:
+def _told(progress: Progress, what: str, total: int | None, done: int) -> None:
     progress(what, done, total)
 
 
@@ -379,16 +384,16 @@ def believed_by_key(
     store: DecisionStore, *, environment: str | None = None, op: str | None = None
 ) -> Iterator[DecisionRecord]:
     """The decision that is believed for each environment and key, in the order of these; raises `StoreError`."""
-    for records in store.by_key() if isinstance(store, SqlStore) else _by_key(store):
-        if environment in (None, records[0].environment) and op in (None, records[0].key.op):
-            chosen = choose(records)
-            if chosen is not None:
-                yield chosen
+    by_key = store.by_key if isinstance(store, (SqlStore, FolderStore)) else functools.partial(_by_key, store)
+    for records in by_key(environment=environment, op=op):
+        chosen = choose(records)
+        if chosen is not None:
+            yield chosen
 
 
-def _by_key(store: DecisionStore) -> list[list[DecisionRecord]]:
+def _by_key(store: DecisionStore, *, environment: str | None, op: str | None) -> Iterable[list[DecisionRecord]]:
     groups: dict[tuple[str, KeyRecord], list[DecisionRecord]] = {}
-    for record in store.decisions():
+    for record in store.decisions(environment=environment, op=op):
         groups.setdefault(_place(record), []).append(record)
     order = sorted(groups, key=lambda place: (place[0], *astuple(place[1])))
     return [groups[place] for place in order]

@@ -208,16 +208,24 @@ def decisions_beside(connection: Connection, ids: Sequence[int]) -> list[list[De
 
 
 def page_by_key(
-    connection: Connection, after: tuple[object, ...]
+    connection: Connection,
+    after: tuple[object, ...],
+    *,
+    environment: str | None = None,
+    op: str | None = None,
+    most: int | None = None,
 ) -> tuple[list[list[DecisionRecord]], tuple[object, ...] | None]:
-    """The decisions of the next keys, and the key to go on after; None at the end."""
-    keys = select(*_PLACE).distinct().order_by(*_PLACE).limit(KEYS)
+    """The decisions of the next keys, at most `most` or `KEYS`, and the key to go on after; None at the end."""
+    most = most or KEYS
+    wanted = _named(DECISIONS, environment, op)
+    keys = select(*_PLACE).where(*wanted).distinct().order_by(*_PLACE).limit(most)
     if after:
         keys = keys.where(tuple_(*_PLACE) > tuple_(*(literal(value) for value in after)))
     places = [tuple(row) for row in connection.execute(keys)]
     if not places:
         return [], None
     statement = select(DECISIONS).where(
+        *wanted,
         tuple_(*_PLACE) >= tuple_(*(literal(value) for value in places[0])),
         tuple_(*_PLACE) <= tuple_(*(literal(value) for value in places[-1])),
     )
@@ -225,7 +233,7 @@ def page_by_key(
     by_key: dict[tuple[object, ...], list[DecisionRecord]] = {}
     for record in records_of(connection, rows):
         by_key.setdefault((record.environment, record.key), []).append(record)
-    return list(by_key.values()), places[-1] if len(places) == KEYS else None
+    return list(by_key.values()), places[-1] if len(places) == most else None
 
 
 def count(connection: Connection) -> int:

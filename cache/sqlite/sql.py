@@ -148,11 +148,21 @@ class SqlStore:
         """A number for each environment and key, the same in every store of this process; raises `StoreError`."""
         return self._database.run(functools.partial(queries.key_hashes, environment=environment, op=op, like=like))
 
-    def by_key(self) -> Iterator[list[DecisionRecord]]:
-        """The decisions of each environment and key, in the order of these, read page by page; raises `StoreError`."""
+    def by_key(
+        self, *, environment: str | None = None, op: str | None = None, most: int | None = None
+    ) -> Iterator[list[DecisionRecord]]:
+        """The decisions of each environment and key, in the order of these, read page by page; raises `StoreError`.
+
+        Args:
+            environment: Only of this environment.
+            op: Only of this op.
+            most: Keys of a page.
+        """
         after: tuple[object, ...] | None = ()
         while after is not None:
-            page, after = self._database.run(functools.partial(queries.page_by_key, after=after))
+            page, after = self._database.run(
+                functools.partial(queries.page_by_key, after=after, environment=environment, op=op, most=most)
+            )
             yield from page
 
     def _groups(self, ids: Sequence[int]) -> Iterator[list[DecisionRecord]]:

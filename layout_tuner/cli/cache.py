@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, closing
 from datetime import UTC, datetime, timedelta
 from itertools import islice
@@ -62,8 +62,17 @@ def export(
     with _existing(cache, config) as store:
         _require_decisions(store, environment, op)
         if pin is not None:
-            chosen = list(believed_by_key(store, environment=environment, op=op))
-            digest, path, number = write_pins(pin, chosen), pin, len(chosen)
+            number = 0
+            with progress_bar() as progress:
+
+                def chosen() -> Iterator[DecisionRecord]:
+                    nonlocal number
+                    for record in believed_by_key(store, environment=environment, op=op):
+                        number += 1
+                        progress("pinning", number, None)
+                        yield record
+
+                digest, path = write_pins(pin, chosen()), pin
         else:
             assert out is not None
             with progress_bar() as progress:

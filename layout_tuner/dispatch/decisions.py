@@ -63,14 +63,12 @@ class Decisions:
         return Problem(key=key, chip=driver.chip(device), variant_of=variant_of)
 
     def stored_variant(self, spec: OpSpec, key: Key, device: torch.device) -> str | None:
-        """The variant stored as best for a key, or for the same call with its gates as models make them.
+        """The variant forced or stored as best for a key, or for the same call with its gates as models make them.
 
         The answer holds until this process tunes something: an op made of others asks for each of them.
         """
         if not self.tuning:
             return None
-        if spec.name in self.forced:
-            return self.forced[spec.name].variant
         key = bucketed(key, self.config.keys.bucket)
         asked_for = (key, environment(device).id)
         try:
@@ -80,13 +78,14 @@ class Decisions:
             return variant
 
     def asked_variant(self, spec: OpSpec, key: Key, device: torch.device) -> str | None:
-        """As `stored_variant`, asked of the cache."""
+        """What the cache says of `stored_variant`; a forced variant gives way to a pinned decision alone."""
+        forced = self.forced.get(spec.name)
         as_made = replace(key, form=key.form.arriving(Layout.STRIDE_HV))
         for asked in dict.fromkeys((key, as_made)):
             decision = self.stored_decision(spec, asked, device)
-            if decision is not None:
+            if decision is not None and (forced is None or decision.source == "pinned"):
                 return decision.candidate.partition("/")[0]
-        return None
+        return None if forced is None else forced.variant
 
     def stored_decision(self, spec: OpSpec, key: Key, device: torch.device) -> DecisionRecord | None:
         """The cache's decision for a key, if its candidate still exists in the revision that was measured."""

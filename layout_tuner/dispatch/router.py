@@ -309,7 +309,9 @@ class Router(Choices):
 
         Raises:
             Exception: `error` itself, where the default does not run either.
+            TypeError: Tensors of a kind without memory, which a hit does not tell from others.
         """
+        require_plain(spec, call.tensors)
         key, device = spec.key(call), present(call).device
         default = spec.default(key, driver.chip(device))
         if isinstance(error, PackingError) or failed.candidate == default:
@@ -463,9 +465,7 @@ def call_by(
         known.prepared.tally.calls += 1
         signature, prepared = known.signature, known.prepared
     else:
-        faults = watched.faults(dict(zip([operand.name for operand in spec.operands], tensors)))
-        if faults:
-            raise TypeError(f"{spec.name}: " + "; ".join(faults))
+        require_plain(spec, tensors)
         signature, prepared = router.lookup(spec, tensors, options, scalars, cu_seqlens, chunk_indices)
     if prepared.proven:
         try:
@@ -475,6 +475,13 @@ def call_by(
             return router.rescue(spec, signature, arguments, prepared, error, run)
     arguments = Call(tensors=tensors, options=options, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices)
     return router.prove(spec, signature, arguments, prepared, run)
+
+
+def require_plain(spec: OpSpec, tensors: Sequence[torch.Tensor | None]) -> None:
+    """Raises `TypeError` that names every operand of a kind that kernels cannot read."""
+    faults = watched.faults(dict(zip([operand.name for operand in spec.operands], tensors)))
+    if faults:
+        raise TypeError(f"{spec.name}: " + "; ".join(faults))
 
 
 def as_floats(spec: OpSpec, scalars: Scalars) -> Scalars:

@@ -166,6 +166,8 @@ def _prepared(
         for name, x in named.items()
         if not isinstance(x, torch.Tensor)
     ]
+    if isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.is_neg():  # kernels would read the other sign
+        faults.append("cu_seqlens: wanted a plain tensor, got a negative view: call resolve_neg()")
     if type(chunk_size) is not int or chunk_size < 1:
         faults.append(f"chunk_size: wanted a number of at least 1, got {chunk_size!r}")
     if faults:

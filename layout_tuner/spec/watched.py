@@ -6,7 +6,7 @@ like, and for tensors on the `meta` device, torch has to see an operator instead
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,17 +38,53 @@ def dispatch_of(kind: type) -> object:
 _plain = _Kinds()
 
 
+class _Odd(dict[type, Callable[[Any], bool]]):
+    """How it is asked of something of a type whether kernels may not be handed its address.
+
+    Of tensors that are plain ones, those are negative views, whose memory holds numbers of the other sign.
+    """
+
+    def __missing__(self, kind: type) -> Callable[[Any], bool]:
+        tensor = issubclass(kind, torch.Tensor)
+        self[kind] = torch.Tensor.is_neg if tensor and _plain[kind] else _never if _plain[kind] else _always
+        return self[kind]
+
+
+def _never(_: object) -> bool:
+    return False
+
+
+def _always(_: object) -> bool:
+    return True
+
+
+_odd = _Odd({type(None): bool})
+
+
 def plain(*tensors: object) -> bool:
-    """Whether all tensors are of plain types and torch runs operators at once as they are called."""
+    """Whether every tensor among them is of a plain type and no negative view, and torch runs operators as called."""
     if _modes() or _jit() or _transforms() is not None:
         return False
-    return False not in [_plain[type(tensor)] for tensor in tensors]
+    return True not in [_odd[type(tensor)](tensor) for tensor in tensors]
+
+
+def any_nested(*tensors: object) -> bool:
+    """Whether a tensor among them is nested: torch's guards end the process where they meet one of strided layout."""
+    return True in [getattr(tensor, "is_nested", False) for tensor in tensors]
+
+
+def settled(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor, or a copy that has in memory what a negative view or torch's zero tensor only stands for."""
+    if tensor is not None and (tensor.is_neg() or tensor._is_zerotensor()):
+        return tensor.clone()
+    return tensor
 
 
 def in_memory(*tensors: object) -> bool:
-    """Whether the tensors are `plain`, and none is nested, sparse or on the `meta` device."""
+    """Whether the tensors are `plain`, and none is nested, sparse, on the `meta` device or otherwise without memory."""
     ordinary = [
-        not isinstance(x, torch.Tensor) or (x.layout is torch.strided and not x.is_nested and not x.is_meta)
+        not isinstance(x, torch.Tensor)
+        or (x.layout is torch.strided and not x.is_nested and not x.is_meta and not x._is_zerotensor())
         for x in tensors
     ]
     return plain(*tensors) and all(ordinary)
@@ -93,4 +129,6 @@ def faults(named: dict[str, Any]) -> list[str]:
         elif not _plain[type(x)] and type(x).__name__ not in STAND_INS:
             hint = ": call to_local()" if hasattr(x, "to_local") else ""
             complaints.append(f"{name}: wanted a plain tensor, got a {type(x).__name__}{hint}")
+        elif x._is_zerotensor():
+            complaints.append(f"{name}: wanted a tensor with memory, got torch's zero tensor: call clone()")
     return complaints

@@ -329,8 +329,10 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     *saved, cu_seqlens, chunk_indices, cu_seqlens_cpu = ctx.saved_tensors
+    # torch settles single tensors and lists of tensors for an operator, and forgets lists in which some are None.
+    saved = [watched.settled(x) for x in saved]
     wanted = [bool(wants) for wants in ctx.needs_input_grad[: len(INPUTS)]]
-    do, dht = grads[0], grads[1]
+    do, dht = watched.settled(grads[0]), watched.settled(grads[1])
     found = chain_bwd_op(saved, do, dht, cu_seqlens, chunk_indices, cu_seqlens_cpu, ctx.scale, wanted, ctx.said)
     cast = [
         gradient.to(dtype) if wants else None for gradient, dtype, wants in zip(found, ctx.dtypes, wanted, strict=True)
