@@ -18,8 +18,9 @@ from .device import driver, interpreter
 from .device.environment import environment
 from .dispatch.router import Router, push
 from .errors import ConfigError, DeviceLostError
+from .processes import die_with_parent
 from .tuning.ahead import compile_ahead, units
-from .tuning.isolation import Answer, Request, die_with_parent
+from .tuning.isolation import Answer, Request
 from .tuning.tuner import Outcome, Runs, Trial
 from .warming import op_of
 

@@ -21,9 +21,9 @@ from ..device import driver
 from ..launch import launcher
 from ..launch.direct import Constant
 from ..launch.prepared import Prepared
+from ..processes import die_with_parent
 from ..spec.declaration import Candidate, OpSpec, Problem
 from .inputs import synthesize
-from .isolation import die_with_parent
 
 log = logging.getLogger(__name__)
 
