@@ -1,9 +1,23 @@
-"""Small questions to this Triton: whether it computes a dot and rounds it, and where the address helpers point."""
+"""Small questions to this Triton: whether it adds, multiplies and rounds, and where the address helpers point."""
 
 import triton
 import triton.language as tl
 
 from .time_axis import time_axis_offset, time_axis_stride
+
+
+@triton.jit(do_not_specialize=["n"])
+def add_probe(
+    x,
+    y,
+    total,
+    n,
+    BLOCK: tl.constexpr,
+):
+    """total = x + y for vectors of `n` elements, `BLOCK` of them in each program."""
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m = o < n
+    tl.store(total + o, tl.load(x + o, mask=m) + tl.load(y + o, mask=m), mask=m)
 
 
 @triton.jit
@@ -16,7 +30,7 @@ def dot_probe(
 ):
     """product = a @ b for row-major `[N, N]` tiles, stored a second time in the dtype of `stored`."""
     o = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
-    b_product = tl.dot(tl.load(a + o), tl.load(b + o))
+    b_product = tl.dot(tl.load(a + o), tl.load(b + o), input_precision="ieee")
     tl.store(product + o, b_product)
     tl.store(stored + o, b_product.to(stored.dtype.element_ty))
 

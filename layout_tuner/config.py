@@ -248,6 +248,15 @@ def forced() -> str:
     return os.environ.get(PREFIX + "FORCE", "").strip()
 
 
+def variables(*names: str) -> dict[str, str]:
+    """The environment variables of these names that are set, without users and passwords; `X_*`: all that begin so."""
+    found = {}
+    for name, value in sorted(os.environ.items()):
+        if any(name == each or (each.endswith("*") and name.startswith(each[:-1])) for each in names):
+            found[name] = without_secrets(value)
+    return found
+
+
 def pager() -> list[str]:
     """The command that shows long texts: `PAGER`, else `less`, which gives way where one page is enough."""
     return shlex.split(os.environ.get("PAGER", "")) or ["less", "-FRX"]

@@ -1,6 +1,7 @@
 """The exceptions of this project.
 
     LayoutTunerError
+    ├── InstallationError        Triton, torch_npu or CANN cannot be used as they are installed; an ImportError too
     ├── ConfigError              a setting, a shapes file or a command line that cannot be used
     ├── UnsupportedProblemError  a well-formed call that no kernel here serves; names every reason
     ├── CacheError               a decision file that cannot be opened or read; never raised by an op
@@ -24,6 +25,10 @@ REFUSAL = "num_warps and num_stages cannot be set anywhere: no kernel here takes
 
 class LayoutTunerError(Exception):
     """Anything this project raises of its own accord."""
+
+
+class InstallationError(LayoutTunerError, ImportError):
+    """Triton, torch_npu or CANN cannot be used as they are installed; the message says what to do."""
 
 
 class ConfigError(LayoutTunerError):

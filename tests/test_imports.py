@@ -22,7 +22,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 ROWS = (
     ("kernels",),
     ("errors", "files", "forking", "processes"),
-    ("config", "cache", "device", "installation"),
+    ("config", "cache", "device", "installation", "importable"),
     ("spec", "reference"),
     ("launch",),
     ("tuning",),

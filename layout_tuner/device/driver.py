@@ -185,6 +185,15 @@ def free_bytes(device: torch.device) -> int | None:
     return int(ask(device)[0] + module.memory_reserved(device) - module.memory_allocated(device))
 
 
+def memory_bytes(device: torch.device) -> tuple[int, int] | None:
+    """Free and all memory of the device, whoever uses it, in bytes; None where nobody says."""
+    ask = getattr(torch.get_device_module(device), "mem_get_info", None) if device.type != "cpu" else None
+    if ask is None:
+        return None
+    free, total = ask(device)
+    return int(free), int(total)
+
+
 def cache_bytes(device: torch.device) -> int:
     """Size of the device's second-level cache in bytes; where nobody says, what devices have at most."""
     if device.type == "cpu":
@@ -225,6 +234,7 @@ def release(device: torch.device) -> None:
 # torch_npu 7.x raises a plain RuntimeError; 207001 is CANN's code for memory it cannot allocate.
 _OUT_OF_MEMORY = re.compile(
     r"\b(NPU|CUDA) out of memory|error code is 207001|(CUDA error|Triton Error \[\w+\]): out of memory|_ALLOC_FAILED\b"
+    r"|DefaultCPUAllocator: (can't allocate|not enough) memory"
 )
 # How torch_npu, CANN, torch's CUDA and Triton's launchers name an error of the runtime.
 _FAULTED = re.compile(
@@ -290,6 +300,13 @@ def launch_target() -> str:
         return str(driver.active.get_current_target().backend)
     except RuntimeError:
         return ""
+
+
+@functools.cache
+def launches_on(kind: str) -> bool:
+    """Whether Triton has a driver for a kind of device: an NPU's wants a Triton of its own, and CANN's variables."""
+    target = launch_target()
+    return target == kind if kind == "npu" else target != ""
 
 
 def launch_index() -> int:

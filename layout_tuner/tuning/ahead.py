@@ -94,8 +94,8 @@ def compile_unit(unit: Unit, device: str) -> None:
         kernel.warmup(*unit.arguments, grid=(1,), **dict(unit.constants))
 
 
-def compile_ahead(wanted: list[Unit], device: torch.device, seconds: float, announce: Callable[[float], None]) -> None:
-    """Compile kernels in processes of their own.
+def compile_ahead(wanted: list[Unit], device: torch.device, seconds: float, announce: Callable[[float], None]) -> int:
+    """Compile kernels in processes of their own, and say how many are ready.
 
     Args:
         wanted: The kernels.
@@ -104,7 +104,7 @@ def compile_ahead(wanted: list[Unit], device: torch.device, seconds: float, anno
         announce: Is told how long that may take.
     """
     if len(wanted) < 2:
-        return
+        return 0
     announce(seconds)
     pool = concurrent.futures.ProcessPoolExecutor(
         min(processes(), len(wanted)),
@@ -118,4 +118,6 @@ def compile_ahead(wanted: list[Unit], device: torch.device, seconds: float, anno
     errors = [error for future in done if (error := future.exception()) is not None]
     for error in errors:
         log.info("not compiled ahead: %s: %s", type(error).__name__, error)
-    log.info("%d kernels compiled ahead, %d not", len(wanted) - len(errors) - len(late), len(errors) + len(late))
+    ready = len(wanted) - len(errors) - len(late)
+    log.info("%d kernels compiled ahead, %d not", ready, len(wanted) - ready)
+    return ready

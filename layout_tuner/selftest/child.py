@@ -1,0 +1,137 @@
+"""A process of the self-test: see `children`, which starts it. It tells what it does before it does it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+from .. import config
+from ..errors import ConfigError
+from ..processes import die_with_parent
+from .findings import REPORT, Begun, Done, Finding, Machine, Message, Plan, Refused, Request
+
+if TYPE_CHECKING:
+    import torch
+
+Tell = Callable[[Message], None]
+Probe = Callable[["torch.device"], Finding]
+
+
+def main(channel: int, parent: int) -> None:
+    """Answer one request, then end without waiting for anything: the device may never come back."""
+    die_with_parent(parent)
+    connection = Connection(channel)
+    with contextlib.suppress(ImportError, RuntimeError):  # ahead of the request; what fails fails again, and is told
+        importlib.import_module("torch")
+    try:
+        request = connection.recv()
+    except EOFError:  # it was not needed
+        os._exit(0)
+    assert isinstance(request, Request)
+    try:
+        answer(request, connection.send)
+    except Exception as error:
+        traceback.print_exc()
+        first = (str(error).splitlines() or [""])[0]
+        sys.stderr.write(f"{type(error).__name__}: {first}\n")
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)
+
+
+def answer(request: Request, tell: Tell) -> None:
+    """Do what is asked."""
+    from ..device import driver
+
+    try:
+        device = driver.resolve(request.device) if request.kind == "machine" else driver.named(request.device or "cpu")
+    except ConfigError as error:
+        tell(Refused(text=str(error)))
+        return
+    if device.type == "cpu":
+        config.enable_interpreter()
+    with driver.guard(device):
+        if request.kind == "machine":
+            look_around(device, tell)
+        elif request.kind == "device":
+            from .probes import PROBES
+
+            ask(request, device, PROBES, tell)
+        elif request.kind == "compile":
+            from .candidates import compile_all
+
+            compile_all(request, device, tell)
+        elif request.kind == "op":
+            from .candidates import try_all
+
+            try_all(request, device, tell)
+        else:
+            from .machines import afterwards
+
+            tell(afterwards(device, request.free_bytes))
+            tell(Done())
+
+
+def look_around(device: torch.device, tell: Tell) -> None:
+    """What the device is, and what can be tried on it."""
+    from .. import ops as _ops  # noqa: F401  registers every op
+    from ..device import interpreter
+    from ..spec import registry
+    from . import machines
+
+    free, _ = machines.memory(device)
+    interpreted = interpreter.interpreting()
+    tell(Machine(device=str(device), interpreted=interpreted, ops=registry.names(), free_bytes=free))
+    for finding in machines.facts(device):
+        tell(finding)
+    tell(Done())
+
+
+def ask(request: Request, device: torch.device, probes: Mapping[str, Probe], tell: Tell) -> None:
+    """Put small questions to a device."""
+    tell(Plan(parts=tuple(probes)))
+    for name, probe in probes.items():
+        if name in request.done:
+            continue
+        tell(Begun(part=name))
+        blank = Finding(group="device", name=name, state="failed", seen="")
+        finding = tried(functools.partial(probe, device), device, blank)
+        tell(finding)
+        if finding.state == "dead":
+            return
+    tell(Done())
+
+
+def tried(look: Callable[[], Finding], device: torch.device, blank: Finding) -> Finding:
+    """What a look comes to, an exception among it; then the device has to answer still.
+
+    Args:
+        look: The look.
+        device: Where.
+        blank: The finding without what is found.
+    """
+    from ..device import driver
+    from ..device.failures import classify, fatal, first_line
+
+    start = time.monotonic()
+    try:
+        found = look()
+        if device.type != "cpu" and not driver.answers(device):
+            found = replace(blank, state="dead", seen="after it the device answers no more")
+    except Exception as error:
+        kind, seen = classify(error), f"{type(error).__name__}: {first_line(error)}"
+        if fatal(error):
+            found = replace(blank, state="dead", seen=seen)
+        else:
+            found = replace(blank, state="failed", seen=seen if kind == "device" else f"{kind}: {seen}")
+    cure = found.cure or ("" if found.good else REPORT)
+    return replace(found, seconds=time.monotonic() - start, cure=cure)
