@@ -7,6 +7,7 @@ An explicit argument wins over an environment variable, that over `tuner.toml`, 
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import re
 import shlex
@@ -248,11 +249,11 @@ def forced() -> str:
     return os.environ.get(PREFIX + "FORCE", "").strip()
 
 
-def variables(*names: str) -> dict[str, str]:
-    """The environment variables of these names that are set, without users and passwords; `X_*`: all that begin so."""
+def variables_like(*patterns: str) -> dict[str, str]:
+    """The environment variables whose names match a pattern, such as `TRITON_*`, without users and passwords."""
     found = {}
     for name, value in sorted(os.environ.items()):
-        if any(name == each or (each.endswith("*") and name.startswith(each[:-1])) for each in names):
+        if any(fnmatch.fnmatchcase(name, each) for each in patterns):
             found[name] = without_secrets(value)
     return found
 

@@ -102,7 +102,7 @@ def npu_faults() -> Iterator[Fault]:
         plus = "+cpu" if platform.machine() == "x86_64" else ""
         yield Fault(subject="torch", text=text, cure=f'pip install "torch=={release(npu)}{plus}"')
     if not loadable(CANN_LIBRARY):
-        stated = config.variables("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
+        stated = config.variables_like("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
         files = set_env_files()
         if files:
             text = "CANN's libraries are not found: its variables are not set"

@@ -43,7 +43,7 @@ CACHE_ROWS = (
     ("sharing",),
     ("layers", "listing"),
 )  # fmt: skip
-USES_CACHE = {"tuning", "dispatch", "explanation", "ascend", "warming", "cli"}
+USES_CACHE = {"tuning", "dispatch", "explanation", "ascend", "warming", "cli", "selftest"}
 # The device layer asks whether kernels are interpreted, and whether the interpreter multiplies right, of two kernels;
 # a revision is a hash of kernels' text.
 USES_KERNELS = {"ops": None, "device": {"time_axis", "probe"}, "spec": {""}, "selftest": {"probe"}}

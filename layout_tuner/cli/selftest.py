@@ -109,11 +109,10 @@ def row_lines(row: Finding) -> list[str]:
     """A row: state, name, what was seen, and below it what to do."""
     state = "" if row.state == "fact" else row.state
     name = f"  {row.part}" if row.part else row.name
-    head = f"{state:{STATE}} {plain(name):{NAME}} "
-    width = COLUMNS - len(" " * (STATE + NAME + 2))
-    texts = textwrap.wrap(plain(row.seen), width) or [""]
-    texts += textwrap.wrap(f"-> {plain(row.cure)}", width) if row.cure else []
     margin = " " * (STATE + NAME + 2)
-    if len(head) > len(margin):
-        return [head.rstrip(), *[margin + text for text in texts]]
-    return [head + texts[0], *[margin + text for text in texts[1:]]]
+    texts = textwrap.wrap(plain(row.seen), COLUMNS - len(margin)) or [""]
+    texts += textwrap.wrap(f"-> {plain(row.cure)}", COLUMNS - len(margin)) if row.cure else []
+    head = f"{state:{STATE}} {plain(name):{NAME}} "
+    if len(head) <= len(margin):
+        head += texts.pop(0)
+    return [*textwrap.wrap(head, COLUMNS, drop_whitespace=False), *[margin + text for text in texts]]

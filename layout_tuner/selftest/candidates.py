@@ -15,8 +15,8 @@ from ..spec.declaration import Candidate, OpSpec, Problem
 from ..spec.keys import Key
 from ..tuning.ahead import Unit, compile_ahead, processes, units
 from ..tuning.experiment import Experiment
-from .child import tried
 from .findings import ORACLE, Begun, Done, Finding, Message, Plan, Request, State
+from .looking import tried
 
 Tell = Callable[[Message], None]
 

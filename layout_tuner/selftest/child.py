@@ -7,17 +7,15 @@ import functools
 import importlib
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from .. import config
 from ..errors import ConfigError
 from ..processes import die_with_parent
-from .findings import REPORT, Begun, Done, Finding, Machine, Message, Plan, Refused, Request
+from .findings import Begun, Done, Finding, Machine, Message, Plan, Refused, Request
 
 if TYPE_CHECKING:
     import torch
@@ -98,6 +96,8 @@ def look_around(device: torch.device, tell: Tell) -> None:
 
 def ask(request: Request, device: torch.device, probes: Mapping[str, Probe], tell: Tell) -> None:
     """Put small questions to a device."""
+    from .looking import tried
+
     tell(Plan(parts=tuple(probes)))
     for name, probe in probes.items():
         if name in request.done:
@@ -109,29 +109,3 @@ def ask(request: Request, device: torch.device, probes: Mapping[str, Probe], tel
         if finding.state == "dead":
             return
     tell(Done())
-
-
-def tried(look: Callable[[], Finding], device: torch.device, blank: Finding) -> Finding:
-    """What a look comes to, an exception among it; then the device has to answer still.
-
-    Args:
-        look: The look.
-        device: Where.
-        blank: The finding without what is found.
-    """
-    from ..device import driver
-    from ..device.failures import classify, fatal, first_line
-
-    start = time.monotonic()
-    try:
-        found = look()
-        if device.type != "cpu" and not driver.answers(device):
-            found = replace(blank, state="dead", seen="after it the device answers no more")
-    except Exception as error:
-        kind, seen = classify(error), f"{type(error).__name__}: {first_line(error)}"
-        if fatal(error):
-            found = replace(blank, state="dead", seen=seen)
-        else:
-            found = replace(blank, state="failed", seen=seen if kind == "device" else f"{kind}: {seen}")
-    cure = found.cure or ("" if found.good else REPORT)
-    return replace(found, seconds=time.monotonic() - start, cure=cure)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from layout_tuner import config, installation
+from layout_tuner.cache.filesystem import FileSystem as FileSystem
 from layout_tuner.cache.filesystem import file_system
 from layout_tuner.cache.places.opening import default_path
 
@@ -27,11 +28,9 @@ VARIABLES = (
     "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF", "TASK_QUEUE_ENABLE", "TORCH_DEVICE_BACKEND_AUTOLOAD",
     "TRITON_*",
 )  # fmt: skip
-# Of those, the ones under which nothing works, or no time means anything; a value of "" stands for any.
-NOTHING_RUNS = {"TRITON_REGISTER_TENSOR_MSPROF": "", "TRITON_COMPILE_ONLY": ""}
+# Of those, the ones under which no time means anything.
 SLOW = {"ASCEND_LAUNCH_BLOCKING": "1", "CUDA_LAUNCH_BLOCKING": "1", "TASK_QUEUE_ENABLE": "0",
         "TRITON_ENABLE_TASKQUEUE": "0"}  # fmt: skip
-OFF = ("", "0", "false", "off")
 
 
 def fact(name: str, seen: str) -> Finding:
@@ -54,7 +53,7 @@ def at_hand(settings: Config) -> Iterator[Finding]:
     yield from variables()
     place = Path(settings.cache.path) if settings.cache.path else default_path()
     yield folder("decisions", place, "" if place.exists() else "not there yet", "[cache] path on a local disk")
-    stated = config.variables("TRITON_CACHE_DIR").get("TRITON_CACHE_DIR")
+    stated = config.variables_like("TRITON_CACHE_DIR").get("TRITON_CACHE_DIR")
     home = Path(stated) if stated else Path.home() / ".triton" / "cache"
     size = f"{sum(1 for _ in home.iterdir())} entries" if home.is_dir() else "not there yet"
     yield folder("Triton's cache", home, size, "TRITON_CACHE_DIR on a local disk, one for each host")
@@ -62,13 +61,10 @@ def at_hand(settings: Config) -> Iterator[Finding]:
 
 def variables() -> Iterator[Finding]:
     """The variables in force."""
-    found = config.variables(*VARIABLES)
+    found = config.variables_like(*VARIABLES)
     yield fact("variables", ", ".join(f"{name}={value}" for name, value in found.items()) or "none of ours or theirs")
     for name, value in found.items():
-        if name in NOTHING_RUNS and value.lower() not in OFF:
-            seen = f"{name}={value}: kernels are compiled and not launched, so every result is wrong"
-            yield Finding(group="machine", name="variables", state="wrong", seen=seen, cure=f"unset {name}")
-        elif SLOW.get(name) == value:
+        if SLOW.get(name) == value:
             seen = f"{name}={value}: launches wait for each other, so that times are not the device's alone"
             yield Finding(group="machine", name="variables", state="doubt", seen=seen, cure=f"unset {name} to measure")
 
