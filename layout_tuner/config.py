@@ -12,7 +12,7 @@ import os
 import re
 import shlex
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -317,6 +317,11 @@ def describe(fault: Mapping[str, object], origins: Mapping[tuple[str, str], str]
     fields = Config.model_fields
     known = list(fields[section].default.__class__.model_fields) if rest else [f"[{name}]" for name in fields]
     return f"{origin}: {where}: unknown (known: {', '.join(known)})"
+
+
+def variables(names: Iterable[str]) -> dict[str, str]:
+    """Variables of other programs that are set, by name, without the spaces around their values."""
+    return {name: os.environ[name].strip() for name in names if name in os.environ}
 
 
 def enable_interpreter() -> None:

@@ -179,24 +179,3 @@ def require_kernels() -> None:
         raise
     for fault in triton_faults():
         log.warning("%s", fault)
-
-
-# -- pairs of versions -----------------------------------------------------------------------------------------
-
-# triton-ascend and the CANN it was released for, by its installation guide.
-PAIRS = {"3.2.0": ("8.3", "8.5"), "3.2.1": ("9.0",), "3.2.2": ("9.1",)}
-
-
-def pair_fault(ascend: str, cann: str) -> Fault | None:
-    """What is doubtful about a triton-ascend beside a CANN; None where they were released for each other.
-
-    Args:
-        ascend: Version of triton-ascend.
-        cann: Version of CANN, as `8.5.0` or `8.3.RC1`.
-    """
-    known = PAIRS.get(release(ascend))
-    if known and any(cann == each or cann.startswith(f"{each}.") for each in known):
-        return None
-    pairs = "; ".join(f"{name} with CANN {' or '.join(versions)}" for name, versions in PAIRS.items())
-    text = f"triton-ascend {ascend} with CANN {cann or 'of unknown version'} is no known pair (known: {pairs})"
-    return Fault(subject="pair", text=text, cure="install the one that goes with the other")

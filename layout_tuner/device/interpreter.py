@@ -16,7 +16,7 @@ import torch
 
 from .. import installation
 from ..errors import UnsupportedProblemError
-from . import driver
+from . import driver, software
 from .driver import triton_distribution
 
 # Held while the interpreter runs a kernel: Triton keeps the program that runs in globals, one for all threads.
@@ -119,9 +119,12 @@ def require_running(op: str, dtype: str, device: torch.device) -> None:
         device: Where its tensors are.
 
     Raises:
-        UnsupportedProblemError: CPU tensors outside the interpreter, or an interpreter that computes bfloat16
-            wrongly.
+        UnsupportedProblemError: CPU tensors outside the interpreter, an interpreter that computes bfloat16
+            wrongly, or an NPU where variables keep kernels from being launched.
     """
+    deaf = software.refusals() if device.type == "npu" else []
+    if deaf:
+        raise UnsupportedProblemError(op, deaf)
     if not interpreting():
         if device.type == "cpu":
             wanted = "set TRITON_INTERPRET=1 before Triton is imported"

@@ -39,7 +39,8 @@ class Style:
 
     Attributes:
         distribution: Name of the package.
-        version: `major.minor` that was verified.
+        version: The release that was verified. Another one, a development build too, may hand its launcher other
+            arguments, which would write anywhere in memory.
         target: Name of the backend.
         quiet: Expression that says that nothing of Triton's watches launches; while a profiler or a hook does, they go
             through Triton, which serves it.
@@ -99,7 +100,7 @@ def npu_names(compiled: Any) -> Mapping[str, Any]:
 STYLES = (
     Style(
         distribution="triton",
-        version="3.6",
+        version="3.6.0",
         target="cuda",
         quiet=(
             "not ({runtime}.launch_enter_hook.calls or {runtime}.launch_exit_hook.calls or {kernel}.pre_run_hooks"
@@ -116,7 +117,7 @@ STYLES = (
     # The Ascend launcher asks tensors for their shapes while msprof records, so it is given tensors.
     Style(
         distribution="triton-ascend",
-        version="3.2",
+        version="3.2.0",
         target="npu",
         quiet=("{hooks}.launch_enter_hook is None and {hooks}.launch_exit_hook is None and not {kernel}.pre_run_hooks"),
         call="{grid}, 1, 1, {stream}, {function}, {metadata}, None, None, None",
@@ -134,7 +135,7 @@ def style() -> Style | None:
     distribution, version = driver.triton_distribution()
     target = driver.launch_target()
     for known in STYLES:
-        if (known.distribution, known.target) == (distribution, target) and version.startswith(f"{known.version}."):
+        if (known.distribution, known.version, known.target) == (distribution, version, target):
             return known
     verified = ", ".join(map(str, STYLES))
     log.info("%s %s launches kernels by its own path (direct launches: %s)", distribution, version, verified)

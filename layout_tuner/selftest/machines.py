@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,7 +90,6 @@ def shown(place: Path) -> str:
 
 def facts(device: torch.device) -> Iterator[Finding]:
     """What the device is."""
-    from ..device import driver
     from ..device.environment import environment
 
     known = environment(device).facts
@@ -109,13 +108,25 @@ def facts(device: torch.device) -> Iterator[Finding]:
     yield fact(
         "environment", ", ".join([environment(device).id] + [f"{k} {v}" for k, v in known.items() if k not in left_out])
     )
-    if device.type == "npu" and driver.triton_distribution()[0] == "triton-ascend":
-        fault = installation.pair_fault(driver.triton_distribution()[1], known.get("cann", ""))
-        yield (
-            fact("pair", f"triton-ascend {driver.triton_distribution()[1]} and CANN {known.get('cann')}: known")
-            if fault is None
-            else Finding(group="machine", name="pair", state="doubt", seen=fault.text, cure=fault.cure)
-        )
+    if device.type == "npu":
+        yield from npu_software(known)
+
+
+def npu_software(known: Mapping[str, str]) -> Iterator[Finding]:
+    """Whether the versions around an NPU are known to go together, and its launches reach it."""
+    from ..device import software
+
+    ascend, cann = installation.version("triton-ascend"), known.get("cann", "")
+    pair = f"triton-ascend {ascend or '(none)'} and CANN {cann}"
+    goes_with = software.PAIRS.get(installation.release(ascend))
+    if goes_with is not None and installation.release(cann).startswith(goes_with):
+        yield fact("pair", f"{pair}: a known pair")
+    else:
+        pairs = ", ".join(f"{name} with CANN {each}" for name, each in software.PAIRS.items())
+        seen = software.pair_fault(ascend, cann) or f"{pair}: no known pair (known: {pairs})"
+        yield Finding(group="machine", name="pair", state="doubt", seen=seen, cure="install a known pair, or go on")
+    for refusal in software.refusals():
+        yield Finding(group="machine", name="variables", state="wrong", seen=refusal, cure="unset it")
 
 
 def device_text(device: torch.device) -> str:
