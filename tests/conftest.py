@@ -30,6 +30,7 @@ def npu() -> torch.device:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Says what kernels ran on: a device that was not seen would go unnoticed."""
     where = "in Triton's interpreter on the CPU" if INTERPRETED else f"on {KIND}"
+    where = "on the simulated NPU" if os.environ.get("LAYOUT_TUNER_TEST_NPU") else where
     terminalreporter.write_line(f"kernels ran {where}")
 
 

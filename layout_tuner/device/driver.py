@@ -7,8 +7,8 @@ import importlib
 import importlib.metadata
 import re
 import secrets
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -157,6 +157,29 @@ def event(device: torch.device) -> Event:
     """A timing event of the device: `record()`, then, after `synchronize`, `start.elapsed_time(end)` in ms."""
     made: Event = torch.get_device_module(device).Event(enable_timing=True)
     return made
+
+
+@contextmanager
+def exact_products(device: torch.device) -> Iterator[None]:
+    """Within it torch multiplies fp32 matrices of a kind of device in fp32, whatever else the user allows.
+
+    Against an oracle with TF32's or HF32's ten bits every right kernel would be wrong.
+    """
+    if device.type == "npu":
+        exact: bool | str = False
+        places, name = getattr(torch.get_device_module(device), "matmul", None), "allow_hf32"
+    else:
+        places = torch.backends.cuda.matmul
+        name, exact = ("fp32_precision", "ieee") if hasattr(places, "fp32_precision") else ("allow_tf32", False)
+    if device.type not in ACCELERATORS or not hasattr(places, name):
+        yield
+        return
+    before = getattr(places, name)
+    setattr(places, name, exact)
+    try:
+        yield
+    finally:
+        setattr(places, name, before)
 
 
 def synchronize(device: torch.device) -> None:
