@@ -170,6 +170,30 @@ def test_what_cannot_be_imported_says_why_and_what_to_do(install, tmp_path, pack
     assert "main()" not in statement or "Traceback" not in done.stderr
 
 
+def test_a_folder_whose_files_went_with_another_package_says_so(install, tmp_path) -> None:
+    install("triton-ascend", "3.2.0", {"triton/__init__.py": "one"})
+    (tmp_path / "triton" / "__init__.py").write_text("")
+    done = subprocess.run(
+        [sys.executable, "-c", "import layout_tuner.ops"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "InstallationError: AttributeError: module 'triton' has no attribute 'jit'" in done.stderr
+    assert "pip uninstall -y triton triton-ascend" in done.stderr
+
+
+def test_the_self_test_says_why_torch_cannot_be_imported(install, tmp_path, monkeypatch, capsys) -> None:
+    install("torch_npu", "2.7.1")
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(BROKEN)
+    monkeypatch.setattr(installation, "loadable", lambda library: False)
+    monkeypatch.setattr(installation, "HOMES", ())
+    done = run_here(["selftest"], monkeypatch, capsys)
+    text = " ".join(done.out.split())
+    assert done.status == 1 and "self-test on no device" in text
+    assert "status 1: ImportError: libhccl.so: cannot open shared object file" in text
+    assert "install CANN's toolkit and source its set_env.sh" in text
+
+
 def test_an_error_that_the_installation_is_not_at_fault_for_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert installation.explained(ImportError("x")) is None
     fault = installation.Fault(subject="triton", text="t", cure="c")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import os
@@ -28,17 +27,23 @@ def main(channel: int, parent: int) -> None:
     """Answer one request, then end without waiting for anything: the device may never come back."""
     die_with_parent(parent)
     connection = Connection(channel)
-    with contextlib.suppress(ImportError, RuntimeError):  # ahead of the request; what fails fails again, and is told
-        importlib.import_module("torch")
+    broken: Exception | None = None
+    try:
+        importlib.import_module("torch")  # ahead of the request; a second attempt would say something else
+    except Exception as error:
+        broken = error
     try:
         request = connection.recv()
     except EOFError:  # it was not needed
         os._exit(0)
     assert isinstance(request, Request)
     try:
+        if broken is not None:
+            raise broken
         answer(request, connection.send)
     except Exception as error:
         traceback.print_exc()
+        error = error.__cause__ if isinstance(error.__cause__, Exception) else error
         first = (str(error).splitlines() or [""])[0]
         sys.stderr.write(f"{type(error).__name__}: {first}\n")
         sys.stderr.flush()
@@ -59,7 +64,7 @@ def answer(request: Request, tell: Tell) -> None:
         config.enable_interpreter()
     with driver.guard(device):
         if request.kind == "machine":
-            look_around(device, tell)
+            look_around(device, request.device is None, tell)
         elif request.kind == "device":
             from .probes import PROBES
 
@@ -79,8 +84,8 @@ def answer(request: Request, tell: Tell) -> None:
             tell(Done())
 
 
-def look_around(device: torch.device, tell: Tell) -> None:
-    """What the device is, and what can be tried on it."""
+def look_around(device: torch.device, picked: bool, tell: Tell) -> None:
+    """What the device is, and what can be tried on it; `picked` where nobody named it."""
     from .. import ops as _ops  # noqa: F401  registers every op
     from ..device import interpreter
     from ..spec import registry
@@ -89,7 +94,7 @@ def look_around(device: torch.device, tell: Tell) -> None:
     free, _ = machines.memory(device)
     interpreted = interpreter.interpreting()
     tell(Machine(device=str(device), interpreted=interpreted, ops=registry.names(), free_bytes=free))
-    for finding in machines.facts(device):
+    for finding in machines.facts(device, picked):
         tell(finding)
     tell(Done())
 

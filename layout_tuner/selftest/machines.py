@@ -88,16 +88,16 @@ def shown(place: Path) -> str:
 # -- with it ---------------------------------------------------------------------------------------------------
 
 
-def facts(device: torch.device) -> Iterator[Finding]:
-    """What the device is."""
+def facts(device: torch.device, picked: bool) -> Iterator[Finding]:
+    """What the device is; `picked` where nobody named it, so that an NPU beside torch_npu should have been found."""
     from ..device.environment import environment
 
     known = environment(device).facts
     if device.type == "cpu":
         npu = installation.version("torch_npu")
         seen = "the CPU: kernels run in Triton's interpreter, whose times say nothing of a device"
-        if npu:
-            cure = "look at npu-smi info, and whether a container has the devices (/dev/davinci*)"
+        if npu and picked:
+            cure = "look at npu-smi info, at whether a container has /dev/davinci*, at TORCH_DEVICE_BACKEND_AUTOLOAD"
             seen = f"the CPU, in Triton's interpreter: torch_npu {npu} sees no NPU"
             yield Finding(group="machine", name="device", state="wrong", seen=seen, cure=cure)
         else:
