@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import re
 import secrets
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .. import config
 from ..errors import ConfigError
 
 # Programs launched per core: an NPU core runs one program at a time; a multiprocessor hides latency with several.
@@ -340,8 +342,25 @@ def launch_index() -> int:
 
 
 def raw_stream() -> Callable[[int], int]:
-    """Triton's function from the index of a device to its current stream, as launchers take it."""
+    """A function from the index of a device to its current stream, as Triton's launchers take it.
+
+    On an NPU asking for that drains torch's queue at every launch, so it is asked for once for each stream: launchers
+    go through that queue, in whose order they stay. One that was told to pass it by has to find it empty.
+    """
     from triton.runtime import driver
 
     made: Callable[[int], int] = driver.active.get_current_stream
-    return made
+    queued = config.variables(("TRITON_ENABLE_TASKQUEUE",)).get("TRITON_ENABLE_TASKQUEUE", "true")
+    current = getattr(getattr(sys.modules.get("torch_npu"), "_C", None), "_npu_getCurrentStream", None)
+    if launch_target() != "npu" or current is None or queued.lower() not in ("true", "1"):
+        return made
+    known: dict[object, int] = {}
+
+    def stream(index: int) -> int:
+        which = current(index)
+        raw = known.get(which)
+        if raw is None:
+            raw = known[which] = made(index)
+        return raw
+
+    return stream
