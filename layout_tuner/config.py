@@ -124,9 +124,10 @@ class Cache(Section):
 
 
 class Routing(Section):
-    """Whose calls are routed."""
+    """Whose calls are routed, and what becomes of those for which no kernel here is right."""
 
     fla: bool = True
+    on_wrong: Literal["reference", "error"] = "reference"
 
 
 class Ascend(Section):

@@ -11,7 +11,7 @@ from typing import Final
 from layout_tuner.ascend.candidates import CandidateReport, Case, cases_of
 from layout_tuner.ascend.targets import target_named
 from layout_tuner.spec import calls
-from layout_tuner.spec.declaration import OpSpec
+from layout_tuner.spec.declaration import SINGLE_BUFFER, OpSpec
 from layout_tuner.spec.keys import Form, Key
 from layout_tuner.spec.layouts import Layout
 
@@ -105,13 +105,19 @@ def parts(spec: OpSpec, target: str = TARGET) -> list[Part]:
 
 
 def cases(spec: OpSpec, part: Part) -> list[Case]:
-    """Every candidate of a part."""
+    """Every candidate of a part; those without multi-buffering in the narrowest width only, where most is buffered."""
     return [
         case
         for found in keys(spec, [(part.K, part.V)])
         if (found.dtype, found.varlen) == (part.dtype, part.packed)
-        for case in cases_of(spec, found)
+        for case in cases_of(spec, found, target_named(part.target))
+        if part.K in (0, WIDTHS[0][0]) or not single_buffered(case)
     ]
+
+
+def single_buffered(case: Case) -> bool:
+    """The candidate is compiled without multi-buffering."""
+    return case.candidate.variant.endswith(f"+{SINGLE_BUFFER}")
 
 
 def contiguous(case: Case) -> bool:

@@ -24,6 +24,8 @@ INTERPRETED_PROGRAMS = 4
 ACCELERATORS = ("npu", "cuda")
 # An Ascend 910B's second-level cache, of which torch_npu before 7.2 says nothing.
 MOST_CACHE_BYTES = {"npu": 192 << 20}
+# NPUs for which triton-ascend does not ask its compiler for multi-buffering.
+BUFFERS_NOT = re.compile(r"Ascend(950|910_95)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,7 @@ class Chip:
         cube_programs: Programs of a launch bound by the matrix unit.
         vector_programs: Programs of a launch bound by the vector units.
         cores: Cube cores of an NPU, multiprocessors of a GPU.
+        buffers: Whether its compiler multi-buffers unless told not to, so that kernels without that are candidates too.
     """
 
     kind: str
@@ -43,6 +46,7 @@ class Chip:
     cube_programs: int
     vector_programs: int
     cores: int = 1
+    buffers: bool = False
 
     @property
     def tiles(self) -> str:
@@ -141,7 +145,13 @@ def chip(device: torch.device) -> Chip:
         cube_programs=cube * per_core,
         vector_programs=vector * per_core,
         cores=cube,
+        buffers=device.type == "npu" and not BUFFERS_NOT.match(properties.name) and is_ascends_triton(),
     )
+
+
+def is_ascends_triton() -> bool:
+    """Whether the installed Triton is Ascend's."""
+    return triton_distribution()[0] == "triton-ascend"
 
 
 def npu_cores(device: torch.device, properties: Any) -> tuple[int, int]:

@@ -95,8 +95,9 @@ def pair_fault(triton_ascend: str, cann: str) -> str:
     fitting = [each for each, other in PAIRS.items() if other == number[0]]
     other = f", or triton-ascend {fitting[0]}, which goes with CANN {number[0]}" if fitting else ""
     return (
-        f"triton-ascend {triton_ascend} goes with CANN {wanted}, here is CANN {cann}: kernels may fail to compile or be "
-        f"compiled wrongly. Install CANN {wanted}{other}; clear Triton's cache (~/.triton/cache) whenever CANN changes"
+        f"triton-ascend {triton_ascend} goes with CANN {wanted}, here is CANN {cann}: kernels may fail to compile, or "
+        f"compile to something wrong. Install CANN {wanted}{other}; clear Triton's cache (~/.triton/cache) whenever "
+        "CANN changes"
     )
 
 
@@ -110,7 +111,7 @@ def version(distribution: str) -> str:
 
 @functools.cache
 def compiler_version() -> str:
-    """What Ascend's compiler, the first on the search path as triton-ascend takes it, says of itself; empty for none."""
+    """What Ascend's compiler, which triton-ascend looks for on the search path, says of itself; empty for none."""
     program = shutil.which(COMPILER)
     if program is None:
         return ""

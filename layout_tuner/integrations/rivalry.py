@@ -42,6 +42,11 @@ class Rivalry(OpSpec):
         """Of both: our sources and the library's release."""
         return f"{self.ours}+{self.release}"
 
+    @property
+    def unbuffered(self) -> tuple[str, ...]:
+        """None: how either is compiled is decided behind its door."""
+        return ()
+
     def nothing_to_choose(self, key: Key) -> bool:
         """Never: with one head, too, either may be faster."""
         return False

@@ -37,7 +37,7 @@ class Unit:
     Attributes:
         module, name: Where it is.
         arguments: Run-time arguments in its order, a dtype for a tensor.
-        constants: Compile-time constants.
+        constants: Compile-time constants, and options of the compiler.
     """
 
     module: str
@@ -77,7 +77,7 @@ def unit_of(record: launcher.LaunchRecord) -> Unit:
         module=function.__module__,
         name=function.__name__,
         arguments=tuple(x.dtype if isinstance(x, torch.Tensor) else x for x in record.arguments),
-        constants=tuple(record.constants.items()),
+        constants=(*record.constants.items(), *record.options.items()),
     )
 
 

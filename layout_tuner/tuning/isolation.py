@@ -28,7 +28,7 @@ from ..config import Config
 from ..device import driver, interpreter
 from ..device.environment import environment
 from ..device.failures import Failure
-from ..errors import DeviceLostError, TuningError, UnsupportedProblemError
+from ..errors import DeviceLostError, NoRightCandidateError, TuningError, UnsupportedProblemError
 from ..spec.declaration import OpSpec
 from ..spec.keys import Key
 from .tuner import Measurement, Outcome
@@ -55,6 +55,7 @@ class Request:
         config: Settings.
         known: What is known of candidates, by id and revision: they are not tried.
         budget_s: Seconds for checking and timing.
+        only: Id of the one candidate to check, without timing anything; empty to tune.
     """
 
     key: Key
@@ -64,6 +65,7 @@ class Request:
     config: Config
     known: Mapping[tuple[str, str], Measurement]
     budget_s: float
+    only: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,7 @@ class Answer:
         text: What that says.
         candidate: The candidate that lost the device.
         failure: Class of its failure.
+        measurements: What was found of candidates of which none is right.
     """
 
     outcome: Outcome | None = None
@@ -83,6 +86,7 @@ class Answer:
     text: str = ""
     candidate: str = ""
     failure: Literal["crash", "timeout"] = "crash"
+    measurements: tuple[Measurement, ...] = ()
 
 
 def tune_isolated(
@@ -92,6 +96,7 @@ def tune_isolated(
     config: Config,
     known: Mapping[tuple[str, str], Measurement],
     budget_s: float,
+    only: str = "",
 ) -> Outcome:
     """Tune a key in children of this process, one after the other where a candidate takes one with it.
 
@@ -102,13 +107,16 @@ def tune_isolated(
         config: Settings.
         known: What is known of candidates, by id and revision.
         budget_s: Seconds that a child has for checking and timing, beyond compiling.
+        only: Id of the one candidate to check, without timing anything; empty to tune.
 
     Raises:
         DeviceLostError: The device answers no child, or no child can be blamed on a candidate.
-        TuningError: No candidate is right, or no child can be started.
+        NoRightCandidateError: No candidate is right.
+        TuningError: No child can be started.
     """
     known = dict(known)
-    revisions = {candidate.id: candidate.revision for candidate in spec.candidates(key)}
+    candidates = spec.candidates(key, buffers=driver.chip(device).buffers)
+    revisions = {candidate.id: candidate.revision for candidate in candidates}
     while True:
         request = Request(
             key=key,
@@ -118,6 +126,7 @@ def tune_isolated(
             config=config,
             known=dict(known),
             budget_s=budget_s,
+            only=only,
         )
         answer = ask(request, list(revisions))
         if answer.outcome is not None:
@@ -134,6 +143,8 @@ def tune_isolated(
             raise DeviceLostError(answer.text)
         if answer.error == UnsupportedProblemError.__name__:
             raise UnsupportedProblemError(spec.name, [answer.text.removeprefix(f"{spec.name}: ")])
+        if answer.measurements:
+            raise NoRightCandidateError(answer.text, answer.measurements)
         raise TuningError(answer.text)
 
 

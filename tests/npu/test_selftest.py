@@ -69,7 +69,7 @@ def test_a_device_that_does_what_it_should(sim: ModuleType, monkeypatch, capsys,
 
 
 def test_what_candidates_do_is_each_a_row_and_the_others_are_tried(monkeypatch, capsys):
-    befall(monkeypatch, of_candidate(OTHER, "drop"), of_candidate(FIRST_SUB, "stop"), of_candidate(LAST, "die"))
+    befall(monkeypatch, of_candidate(OTHER, "wrong"), of_candidate(FIRST_SUB, "stop"), of_candidate(LAST, "die"))
     report = run(OP)
     assert not report.right
     found = rows(report, "ops")
@@ -84,7 +84,7 @@ def test_what_candidates_do_is_each_a_row_and_the_others_are_tried(monkeypatch, 
 
 
 def test_a_question_that_stops_the_queue_ends_no_other(monkeypatch):
-    befall(monkeypatch, ("add_probe", {}, "stop"), ("dot_probe", {}, "drop"))
+    befall(monkeypatch, ("add_probe", {}, "stop"), ("dot_probe", {}, "wrong"))
     monkeypatch.setenv("LAYOUT_TUNER_TEST_NPU_CLOCK", "set")  # on which events are apart by nothing
     found = rows(run(), "device")
     assert list(found) == [*QUESTIONS, "afterwards"]
