@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from command import run_here
+from dv_local import SPEC
 
 from layout_tuner.cli.selftest import COLUMNS, report_lines
-from layout_tuner.selftest import machines
+from layout_tuner.selftest import candidates, machines
 from layout_tuner.selftest.children import Children, Lost
 from layout_tuner.selftest.findings import Begun, Finding, Message, Plan, Report, Request
-from layout_tuner.selftest.run import blame, checked
+from layout_tuner.selftest.run import SHAPE, blame, checked
 
 OP = "chunk_local_cumsum"
 
@@ -131,7 +133,7 @@ def test_an_op_that_is_right_is_one_row() -> None:
             "dead",
             "calls are safe: what fails its check",
         ),
-        ([part("oracle"), part("a", "dead"), part("b", "wrong")], "dead", f"leave {OP} alone on this machine"),
+        ([part("oracle"), part("a", "dead"), part("b", "wrong")], "dead", f"on_wrong says what calls of {OP} do then"),
         ([part("oracle", "failed")], "failed", "no kernel can be judged where torch's own operators fail"),
         ([part("oracle"), part("a", "timeout"), part("b", "left")], "timeout", "give it more time (--budget"),
     ],
@@ -168,6 +170,15 @@ def test_a_cache_on_a_network_says_where_to_put_it(monkeypatch) -> None:
     monkeypatch.setattr(machines, "file_system", lambda place: machines.FileSystem(name="nfs", local=False))
     found = machines.folder("Triton's cache", Path.home() / ".triton" / "cache", "", "TRITON_CACHE_DIR on a local disk")
     assert found.state == "doubt" and "~/.triton/cache (nfs)" in found.seen and "TRITON_CACHE_DIR" in found.cure
+
+
+def test_a_shape_that_an_op_does_not_serve_is_skipped_with_its_reason() -> None:
+    request = Request(kind="op", device="cpu", ops=(SPEC.name,), shape=checked({**SHAPE, "K": 300}))
+    heard: list[Message] = []
+    candidates.try_all(request, torch.device("cpu"), heard.append)
+    assert [type(each).__name__ for each in heard] == ["Finding", "Done"]
+    (found,) = [each for each in heard if isinstance(each, Finding)]
+    assert found.state == "skipped" and "K=300" in found.seen
 
 
 def test_short_dtypes_and_defaults_make_a_shape() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from .. import ops as _ops  # noqa: F401  registers every op
 from ..device import driver
+from ..errors import UnsupportedProblemError
 from ..spec import registry
 from ..spec.declaration import Candidate, OpSpec, Problem
 from ..spec.keys import Key
@@ -28,6 +30,15 @@ def key_of(spec: OpSpec, request: Request) -> Key:
     return spec.key_for(sizes, dtype=str(request.shape["dtype"]), form=form)
 
 
+def unserved(spec: OpSpec, key: Key) -> str:
+    """Why no kernel serves a key; empty where one does."""
+    try:
+        spec.require(key)
+    except UnsupportedProblemError as error:
+        return str(error)
+    return ""
+
+
 def compile_all(request: Request, device: torch.device, tell: Tell) -> None:
     """Compile what all ops will launch, in parallel; what goes wrong goes wrong again where it is tried."""
     start = time.monotonic()
@@ -36,7 +47,9 @@ def compile_all(request: Request, device: torch.device, tell: Tell) -> None:
     for name in request.ops:
         spec = registry.lookup(name)
         problem = Problem(key=key_of(spec, request), chip=chip)
-        for unit in units(spec, problem, spec.candidates(problem.key)):
+        if unserved(spec, problem.key):
+            continue
+        for unit in units(spec, problem, spec.candidates(problem.key, buffers=chip.buffers)):
             wanted.setdefault(repr(unit), unit)
     ready = compile_ahead(list(wanted.values()), device, request.seconds, lambda seconds: None)
     seconds = time.monotonic() - start
@@ -49,9 +62,13 @@ def try_all(request: Request, device: torch.device, tell: Tell) -> None:
     """Check every candidate of an op, the default first: with its bits the others' are compared."""
     spec = registry.lookup(request.ops[0])
     key = key_of(spec, request)
-    spec.require(key)
-    default = spec.default(key, driver.chip(device))
-    candidates = sorted(spec.candidates(key), key=lambda candidate: candidate.id != default.id)
+    if reason := unserved(spec, key):
+        tell(replace(blank(request, ""), state="skipped", seen=reason))
+        tell(Done())
+        return
+    chip = driver.chip(device)
+    default = spec.default(key, chip)
+    candidates = sorted(spec.candidates(key, buffers=chip.buffers), key=lambda candidate: candidate.id != default.id)
     tell(Plan(parts=(ORACLE, *[candidate.id for candidate in candidates])))
     experiment = Experiment(spec, key, device)
     if ORACLE not in request.done or ORACLE in request.right:

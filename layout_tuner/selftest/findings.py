@@ -175,7 +175,7 @@ def op_rows(found: list[Finding]) -> list[Finding]:
     elif bad[0] is candidates[0] and right:
         cure = f'LAYOUT_TUNER_FORCE="{op}={right[0].part}" runs a candidate that is right'
     elif bad[0] is candidates[0]:
-        cure = f"leave {op} alone on this machine"
+        cure = f"[routing] on_wrong says what calls of {op} do then"
     times = {each.state for each in bad} <= {"timeout", "left"}
     cure = f"{cure}; {MORE_TIME if times else REPORT}"
     seen = f"{len(right)} of {len(candidates)} candidates are right"
