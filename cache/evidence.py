@@ -20,7 +20,7 @@ from .records import (
 )
 from .validation import DECISION
 
-SOURCE_RANK = {"pinned": 3, "measured": 2, "imported": 1, "predicted": 0}
+SOURCE_RANK = {"pinned": 3, "measured": 2, "imported": 1, "predicted": 0, "checked": -1}
 """Strength of a stored source. A choice forced by an environment variable stands between pinned and measured."""
 
 Lifetimes = dict[FailureClass, timedelta | None]
@@ -78,11 +78,30 @@ def failures(records: Iterable[DecisionRecord]) -> dict[tuple[str, str], Measure
     return by_candidate
 
 
+def rights(records: Iterable[DecisionRecord]) -> set[tuple[str, str, str]]:
+    """Candidates that were found right on a device: id, revision, and digest of the binary; empty where none is known.
+
+    What earlier versions measured is of no known binary.
+    """
+    return {
+        (each.candidate, each.revision, str(each.counts.get("binary", "")))
+        for record in records
+        if record.source != "predicted"
+        for each in record.measurements
+        if each.state == "ok"
+    }
+
+
+def decides(record: DecisionRecord) -> bool:
+    """Whether a record chose its candidate, rather than having found it right."""
+    return record.source != "checked"
+
+
 def choose(records: Iterable[DecisionRecord]) -> DecisionRecord | None:
     """The strongest decision whose winner is not known to fail; None where there is none."""
     kept = tuple(records)
     bad = failures(kept)
-    usable = [record for record in kept if (record.candidate, record.revision) not in bad]
+    usable = [record for record in kept if decides(record) and (record.candidate, record.revision) not in bad]
     if len(usable) <= 1:
         return usable[0] if usable else None
     return max(usable, key=strength)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .evidence import SOURCE_RANK, failures, imported, strength, with_failure
+from .evidence import SOURCE_RANK, decides, failures, imported, rights, strength, with_failure
 from .faults import Fault, StoreError
 from .hosts import this_host
 from .interface import DecisionStore
@@ -205,6 +205,10 @@ class LayeredStore:
         """
         return failures(record for _, record in self._heard(self._evidence(key, environment, self.layers), known))
 
+    def rights(self, key: KeyRecord, environment: str) -> set[tuple[str, str, str]]:
+        """What was found right for a key in an environment, of all layers, as `evidence.rights`."""
+        return rights(record for _, record in self._evidence(key, environment, self.layers))
+
     def record_misses(self, misses: Iterable[MissRecord]) -> None:
         """Adds misses to their counts, in the user's file and on the server.
 
@@ -285,7 +289,9 @@ class LayeredStore:
         usable = [
             each
             for each in evidence
-            if (each[1].candidate, each[1].revision) not in bad and (known is None or each[1].candidate in known)
+            if decides(each[1])
+            and (each[1].candidate, each[1].revision) not in bad
+            and (known is None or each[1].candidate in known)
         ]
         if len(usable) <= 1:
             return usable[0] if usable else None

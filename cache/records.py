@@ -15,8 +15,11 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, FiniteF
 State = Literal["ok", "wrong", "failed", "skipped"]
 """How a candidate ended: timed, numerically wrong, raised, or not tried."""
 
-Source = Literal["pinned", "measured", "imported", "predicted"]
-"""Where a decision comes from. A choice forced by an environment variable is never stored."""
+Source = Literal["pinned", "measured", "imported", "predicted", "checked"]
+"""Where a decision comes from. A choice forced by an environment variable is never stored.
+
+`checked` decides nothing: its candidate was compared with the oracle and never timed.
+"""
 
 FailureClass = Literal["", "compile", "crash", "overflow", "memory", "timeout", "wrong", "device"]
 """Why a candidate failed, which says how long the failure is believed; empty for a candidate that did not fail."""
@@ -117,7 +120,8 @@ class MeasurementRecord:
         interval_high_us: Upper end of it.
         error: Largest relative error against the oracle.
         samples: End-to-end samples, in microseconds.
-        counts: The compiler's counts behind a prediction, by name.
+        counts: Facts behind a prediction, by name; of a measurement `binary`, the digest of what it was compiled to,
+            where compilers give different binaries for one source.
         measured_at: When; None means with the decision that it belongs to.
     """
 

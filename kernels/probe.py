@@ -1,4 +1,4 @@
-"""Small questions to this Triton: whether it computes a dot and rounds it, and where the address helpers point."""
+"""Small questions to this Triton: whether it adds, multiplies and rounds, and where the address helpers point."""
 
 import triton
 import triton.language as tl
@@ -14,6 +14,20 @@ from .time_axis import (
 )
 
 
+@triton.jit(do_not_specialize=["n"])
+def add_probe(
+    x,
+    y,
+    total,
+    n,
+    BLOCK: tl.constexpr,
+):
+    """total = x + y for vectors of `n` elements, `BLOCK` of them in each program."""
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m = o < n
+    tl.store(total + o, tl.load(x + o, mask=m) + tl.load(y + o, mask=m), mask=m)
+
+
 @triton.jit
 def dot_probe(
     a,
@@ -24,7 +38,7 @@ def dot_probe(
 ):
     """product = a @ b for row-major `[N, N]` tiles, stored a second time in the dtype of `stored`."""
     o = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
-    b_product = tl.dot(tl.load(a + o), tl.load(b + o))
+    b_product = tl.dot(tl.load(a + o), tl.load(b + o), input_precision="ieee")
     tl.store(product + o, b_product)
     tl.store(stored + o, b_product.to(stored.dtype.element_ty))
 

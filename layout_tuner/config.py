@@ -7,12 +7,13 @@ An explicit argument wins over an environment variable, that over `tuner.toml`, 
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import os
 import re
 import shlex
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -124,9 +125,10 @@ class Cache(Section):
 
 
 class Routing(Section):
-    """Whose calls are routed."""
+    """Whose calls are routed, and what becomes of those for which no kernel here is right."""
 
     fla: bool = True
+    on_wrong: Literal["reference", "error"] = "reference"
 
 
 class Ascend(Section):
@@ -259,6 +261,15 @@ def forced() -> str:
     return os.environ.get(PREFIX + "FORCE", "").strip()
 
 
+def variables_like(*patterns: str) -> dict[str, str]:
+    """The environment variables whose names match a pattern, such as `TRITON_*`, without users and passwords."""
+    found = {}
+    for name, value in sorted(os.environ.items()):
+        if any(fnmatch.fnmatchcase(name, each) for each in patterns):
+            found[name] = without_secrets(value)
+    return found
+
+
 def pager() -> list[str]:
     """The command that shows long texts: `PAGER`, else `less`, which gives way where one page is enough."""
     return shlex.split(os.environ.get("PAGER", "")) or ["less", "-FRX"]
@@ -318,6 +329,11 @@ def describe(fault: Mapping[str, object], origins: Mapping[tuple[str, str], str]
     fields = Config.model_fields
     known = list(fields[section].default.__class__.model_fields) if rest else [f"[{name}]" for name in fields]
     return f"{origin}: {where}: unknown (known: {', '.join(known)})"
+
+
+def variables(names: Iterable[str]) -> dict[str, str]:
+    """Variables of other programs that are set, by name, without the spaces around their values."""
+    return {name: os.environ[name].strip() for name in names if name in os.environ}
 
 
 def enable_interpreter() -> None:

@@ -234,7 +234,7 @@ def warm_key(
     Raises:
         DeviceLostError: The device does nothing more for this process; nothing is noted of the key.
     """
-    if spec.nothing_to_choose(key) or len(spec.candidates(key)) == 1:
+    if spec.nothing_to_choose(key) or len(spec.candidates(key, buffers=driver.chip(device).buffers)) == 1:
         return Row(key=key, status="trivial", reason="one head, one token or one candidate: nothing to choose")
     where = environment(device)
     decision = router.stored_decision(spec, key, device)

@@ -21,8 +21,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # A room imports from its own row and from those above it; a file that lies in no folder is a room.
 ROWS = (
     ("kernels",),
-    ("errors", "files", "forking"),
-    ("config", "cache", "device"),
+    ("errors", "files", "forking", "processes"),
+    ("config", "cache", "device", "installation", "importable"),
     ("spec", "reference"),
     ("launch",),
     ("tuning",),
@@ -30,7 +30,7 @@ ROWS = (
     ("ops",),
     ("integrations", "api", "explanation"),
     ("ascend", "warming"),
-    ("child",),
+    ("child", "selftest"),
     ("cli",),
 )
 # The cache's own, likewise.
@@ -43,10 +43,10 @@ CACHE_ROWS = (
     ("sharing",),
     ("layers", "listing"),
 )  # fmt: skip
-USES_CACHE = {"tuning", "dispatch", "explanation", "ascend", "warming", "cli"}
+USES_CACHE = {"tuning", "dispatch", "explanation", "ascend", "warming", "cli", "selftest"}
 # The device layer asks whether kernels are interpreted, and whether the interpreter multiplies right, of two kernels;
 # a revision is a hash of kernels' text.
-USES_KERNELS = {"ops": None, "device": {"time_axis", "probe"}, "spec": {""}}
+USES_KERNELS = {"ops": None, "device": {"time_axis", "probe"}, "spec": {""}, "selftest": {"probe"}}
 FOLDERS = {"layout_tuner": PACKAGE, "layout_tuner.cache": ROOT / "cache", "layout_tuner.kernels": ROOT / "kernels"}
 
 

@@ -9,6 +9,7 @@ import launches
 import pytest
 import torch
 import triton
+from hardware import INTERPRETED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launches import Triton, compilable, shifted, stubbed
@@ -61,8 +62,8 @@ class Interpreted:
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interpreted]:
-    if triton.__version__.rpartition(".")[0] != "3.6" or torch.cuda.is_available():
-        pytest.skip("stands on Triton 3.6 and on no GPU")
+    if triton.__version__.rpartition(".")[0] != "3.6" or not INTERPRETED:
+        pytest.skip("stands on Triton 3.6 and on no device")
     made = Interpreted()
     bind, launch, compiled, call = (
         launcher.bind,

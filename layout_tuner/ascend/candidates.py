@@ -139,13 +139,20 @@ class Case:
 
 
 def chip_of(target: Target) -> Chip:
-    """The chip that stands for a target in host code."""
-    return Chip(kind="npu", name=target.name, cube_programs=target.cube_cores, vector_programs=target.vector_cores)
+    """The target as host code sees a device."""
+    return Chip(
+        kind="npu",
+        name=target.name,
+        cube_programs=target.cube_cores,
+        vector_programs=target.vector_cores,
+        buffers=target.generation != "A5",
+    )
 
 
-def cases_of(spec: OpSpec, key: Key) -> list[Case]:
-    """Every candidate of a key."""
-    return [Case(spec=spec, key=key, candidate=candidate) for candidate in spec.candidates(key)]
+def cases_of(spec: OpSpec, key: Key, target: Target | None = None) -> list[Case]:
+    """Every candidate of a key, on a target of which they are not all the same; None is one whose compiler buffers."""
+    buffers = target is None or chip_of(target).buffers
+    return [Case(spec=spec, key=key, candidate=candidate) for candidate in spec.candidates(key, buffers=buffers)]
 
 
 def launch_of(record: launcher.LaunchRecord) -> Launch:
@@ -155,6 +162,7 @@ def launch_of(record: launcher.LaunchRecord) -> Launch:
         grid=record.grid,
         arguments={name: _argument(value) for name, value in named_arguments(record).items()},
         constexprs=dict(record.constants),
+        multibuffer=record.options.get("multibuffer"),
     )
 
 

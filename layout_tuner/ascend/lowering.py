@@ -76,12 +76,14 @@ class Launch:
         grid: Programs.
         arguments: Run-time arguments by name.
         constexprs: Compile-time arguments by name.
+        multibuffer: Whether the compiler buffers what loops load several times; None leaves it to the target.
     """
 
     kernel: Any
     grid: int
     arguments: Mapping[str, RunTimeArgument]
     constexprs: Mapping[str, Constexpr]
+    multibuffer: bool | None = None
 
     @property
     def name(self) -> str:
@@ -129,6 +131,7 @@ class Launch:
             kernel=self.kernel.fn.__qualname__,
             signature=signature,
             constexprs=dict(self.constexprs),
+            multibuffer=self.multibuffer,
             divisible_by_16=divisible,
             equal_to_1=ones,
             packages={package: folder} if package else {},

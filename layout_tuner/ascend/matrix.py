@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ..spec import calls
-from ..spec.declaration import OpSpec
-from ..spec.keys import Form, Key
-from ..spec.layouts import Layout
-from .candidates import CandidateReport, Case, cases_of
-from .targets import target_named
+from layout_tuner.ascend.candidates import CandidateReport, Case, cases_of
+from layout_tuner.ascend.targets import target_named
+from layout_tuner.spec import calls
+from layout_tuner.spec.declaration import SINGLE_BUFFER, OpSpec
+from layout_tuner.spec.keys import Form, Key
+from layout_tuner.spec.layouts import Layout
 
 TARGET: Final = "Ascend910B3"
 OTHER_TARGETS: Final = ("Ascend910_9391", "Ascend950PR_9589")
@@ -105,13 +105,19 @@ def parts(spec: OpSpec, target: str = TARGET) -> list[Part]:
 
 
 def cases(spec: OpSpec, part: Part) -> list[Case]:
-    """Every candidate of a part."""
+    """Every candidate of a part; those without multi-buffering in the narrowest width only, where most is buffered."""
     return [
         case
-        for wanted in keys(spec, [(part.K, part.V)])
-        if (wanted.dtype, wanted.varlen) == (part.dtype, part.packed)
-        for case in cases_of(spec, wanted)
+        for found in keys(spec, [(part.K, part.V)])
+        if (found.dtype, found.varlen) == (part.dtype, part.packed)
+        for case in cases_of(spec, found, target_named(part.target))
+        if part.K in (0, WIDTHS[0][0]) or not single_buffered(case)
     ]
+
+
+def single_buffered(case: Case) -> bool:
+    """The candidate is compiled without multi-buffering."""
+    return case.candidate.variant.endswith(f"+{SINGLE_BUFFER}")
 
 
 def contiguous(case: Case) -> bool:

@@ -31,7 +31,7 @@ _on_interrupt(_stop, signal.default_int_handler)
 
 import typer  # noqa: E402
 
-from . import cache, doctor, explain, show, warmup  # noqa: E402
+from . import cache, doctor, explain, selftest, show, warmup  # noqa: E402
 from .common import exit_on_bad_input, version_option  # noqa: E402
 
 app = typer.Typer(
@@ -47,6 +47,7 @@ app.command("warmup")(warmup.warmup)
 app.command("show")(show.show)
 app.command("explain")(explain.explain)
 app.command("doctor")(doctor.doctor)
+app.command("selftest")(selftest.selftest)
 app.add_typer(cache.app)
 
 

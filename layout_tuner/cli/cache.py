@@ -217,12 +217,25 @@ def prune(
         typer.echo(f"{removed} {'orphans' if orphans else 'decisions'} removed")
 
 
-def examine_cache(cache: str | None, config: Path | None, json: bool) -> None:
-    """Print what is wrong or doubtful with a decision file; exit status 1 where something is wrong."""
-    from layout_tuner.cache.sharing.doctor import examine, examine_server
+def examine_cache(cache: str | None, config: Path | None, json: bool, *, installation: bool = False) -> None:
+    """Print what is wrong or doubtful with a decision file; exit status 1 where something is wrong.
+
+    Args:
+        cache: The file, or a server's URL; None takes the settings' one.
+        config: Settings.
+        json: Whether to print JSON.
+        installation: Whether to say first what is wrong with the installation.
+    """
+    from layout_tuner.cache.sharing.doctor import Finding, examine, examine_server
+    from layout_tuner.installation import faults
 
     place = stated_path(cache, config)
-    findings = examine_server(place) if isinstance(place, str) else examine(place)
+    findings: list[Finding] = []
+    if installation:
+        found = faults()
+        findings += [Finding(level="error", subject=each.subject, text=f"{each.text}: {each.cure}") for each in found]
+        findings += [] if found else [Finding(level="ok", subject="installation", text="nothing is in the way")]
+    findings += examine_server(place) if isinstance(place, str) else examine(place)
     if json:
         rows = [{"level": each.level, "subject": each.subject, "text": each.text} for each in findings]
         print_json({"path": _shown(place), "findings": rows})

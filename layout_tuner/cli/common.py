@@ -101,6 +101,13 @@ def exit_on_bad_input() -> Iterator[None]:
         _fail(error.format_message(), BAD_INPUT, said=True)  # type: ignore[attr-defined]
     except LayoutTunerError as error:
         _fail(str(error), FAILED if failed_at_work(error) else BAD_INPUT)
+    except (ImportError, RuntimeError) as error:
+        from layout_tuner.installation import explained
+
+        told = explained(error)
+        if told is None:
+            raise
+        _fail(str(told), FAILED)
     except OSError as error:
         if _output_lost():
             if error.errno != errno.EPIPE:
@@ -156,11 +163,11 @@ def _output_lost() -> bool:
 
 
 def failed_at_work(error: Exception) -> bool:
-    """Whether an error is a failure at work (a key, a disk, another writer) and no bad input."""
-    from ..errors import TuningError
+    """Whether what was given could be used, and something failed all the same: a key, a disk, another writer."""
+    from layout_tuner.errors import InstallationError, TuningError
 
     fault = getattr(error, "fault", None)
-    return isinstance(error, TuningError) or getattr(fault, "value", "") in ("busy", "read only")
+    return isinstance(error, (TuningError, InstallationError)) or getattr(fault, "value", "") in ("busy", "read only")
 
 
 def use_interpreter_on_cpu(device: str | None) -> None:

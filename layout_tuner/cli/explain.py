@@ -77,7 +77,7 @@ def explain(
     wanted, refused = wanted_keys(shape, op, form, config)
     if refused and not wanted:
         raise UnsupportedProblemError("explain", refused)
-    cases = [case for spec, key in wanted for case in cases_of(spec, key)]
+    cases = [case for spec, key in wanted for case in cases_of(spec, key, soc)]
     with compiling(soc, config) as (compiler, progress, timeout_s):
         reports = compile_candidates(cases, compiler, progress, timeout_s)
     groups = [(key, [report for report in reports if report.key == key]) for _, key in wanted]

@@ -56,7 +56,7 @@ def predict_shapes(
     wanted, refused = keys(load_shapes(shapes), settings.keys.bucket)
     wanted = [(spec, key) for spec, key in wanted if ops is None or spec.name in ops]
     open_keys = [(spec, key) for spec, key in wanted if not spec.nothing_to_choose(key)]
-    cases = [case for spec, key in open_keys for case in cases_of(spec, key)]
+    cases = [case for spec, key in open_keys for case in cases_of(spec, key, soc)]
     with compiling(soc, config) as (compiler, progress, timeout_s):
         reports = compile_candidates(cases, compiler, progress, timeout_s)
         version = compiler.version

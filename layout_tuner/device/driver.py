@@ -7,13 +7,15 @@ import importlib
 import importlib.metadata
 import re
 import secrets
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from .. import config
 from ..errors import ConfigError
 
 # Programs launched per core: an NPU core runs one program at a time; a multiprocessor hides latency with several.
@@ -22,6 +24,8 @@ INTERPRETED_PROGRAMS = 4
 ACCELERATORS = ("npu", "cuda")
 # An Ascend 910B's second-level cache, of which torch_npu before 7.2 says nothing.
 MOST_CACHE_BYTES = {"npu": 192 << 20}
+# NPUs for which triton-ascend does not ask its compiler for multi-buffering.
+BUFFERS_NOT = re.compile(r"Ascend(950|910_95)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,7 @@ class Chip:
         cube_programs: How many programs to launch of a kernel that is bound by the matrix unit.
         vector_programs: How many programs to launch of a kernel that is bound by the vector units.
         cores: Cube cores of an NPU, multiprocessors of a GPU.
+        buffers: Whether its compiler multi-buffers unless told not to, so that kernels without that are candidates too.
     """
 
     kind: str
@@ -41,6 +46,7 @@ class Chip:
     cube_programs: int
     vector_programs: int
     cores: int = 1
+    buffers: bool = False
 
     @property
     def tiles(self) -> str:
@@ -139,7 +145,13 @@ def chip(device: torch.device) -> Chip:
         cube_programs=cube * per_core,
         vector_programs=vector * per_core,
         cores=cube,
+        buffers=device.type == "npu" and not BUFFERS_NOT.match(properties.name) and is_ascends_triton(),
     )
+
+
+def is_ascends_triton() -> bool:
+    """Whether the installed Triton is Ascend's."""
+    return triton_distribution()[0] == "triton-ascend"
 
 
 def npu_cores(device: torch.device, properties: Any) -> tuple[int, int]:
@@ -157,6 +169,29 @@ def event(device: torch.device) -> Event:
     """A timing event of the device: `record()`, then, after `synchronize`, `start.elapsed_time(end)` in ms."""
     made: Event = torch.get_device_module(device).Event(enable_timing=True)
     return made
+
+
+@contextmanager
+def exact_products(device: torch.device) -> Iterator[None]:
+    """Within it torch multiplies fp32 matrices of a kind of device in fp32, whatever else the user allows.
+
+    Against an oracle with TF32's or HF32's ten bits every right kernel would be wrong.
+    """
+    if device.type == "npu":
+        exact: bool | str = False
+        places, name = getattr(torch.get_device_module(device), "matmul", None), "allow_hf32"
+    else:
+        places = torch.backends.cuda.matmul
+        name, exact = ("fp32_precision", "ieee") if hasattr(places, "fp32_precision") else ("allow_tf32", False)
+    if device.type not in ACCELERATORS or not hasattr(places, name):
+        yield
+        return
+    before = getattr(places, name)
+    setattr(places, name, exact)
+    try:
+        yield
+    finally:
+        setattr(places, name, before)
 
 
 def synchronize(device: torch.device) -> None:
@@ -183,6 +218,15 @@ def free_bytes(device: torch.device) -> int | None:
     if module is None or ask is None:
         return None
     return int(ask(device)[0] + module.memory_reserved(device) - module.memory_allocated(device))
+
+
+def memory_bytes(device: torch.device) -> tuple[int, int] | None:
+    """Free and all memory of the device, whoever uses it, in bytes; None where nobody says."""
+    ask = getattr(torch.get_device_module(device), "mem_get_info", None) if device.type != "cpu" else None
+    if ask is None:
+        return None
+    free, total = ask(device)
+    return int(free), int(total)
 
 
 def cache_bytes(device: torch.device) -> int:
@@ -225,6 +269,7 @@ def release(device: torch.device) -> None:
 # torch_npu 7.x raises a plain RuntimeError; 207001 is CANN's code for memory it cannot allocate.
 _OUT_OF_MEMORY = re.compile(
     r"\b(NPU|CUDA) out of memory|error code is 207001|(CUDA error|Triton Error \[\w+\]): out of memory|_ALLOC_FAILED\b"
+    r"|DefaultCPUAllocator: (can't allocate|not enough) memory"
 )
 # How torch_npu, CANN, torch's CUDA and Triton's launchers name an error of the runtime.
 _FAULTED = re.compile(
@@ -292,6 +337,13 @@ def launch_target() -> str:
         return ""
 
 
+@functools.cache
+def launches_on(kind: str) -> bool:
+    """Whether Triton has a driver for a kind of device: an NPU's wants a Triton of its own, and CANN's variables."""
+    target = launch_target()
+    return target == kind if kind == "npu" else target != ""
+
+
 def launch_index() -> int:
     """Index of the device that Triton would launch on now."""
     from triton.runtime import driver
@@ -300,8 +352,25 @@ def launch_index() -> int:
 
 
 def raw_stream() -> Callable[[int], int]:
-    """Triton's function that returns the current stream of the device with an index, as launchers take it."""
+    """A function from the index of a device to its current stream, as Triton's launchers take it.
+
+    On an NPU asking for that drains torch's queue at every launch, so it is asked for once for each stream: launchers
+    go through that queue, in whose order they stay. One that was told to pass it by has to find it empty.
+    """
     from triton.runtime import driver
 
     made: Callable[[int], int] = driver.active.get_current_stream
-    return made
+    queued = config.variables(("TRITON_ENABLE_TASKQUEUE",)).get("TRITON_ENABLE_TASKQUEUE", "true")
+    current = getattr(getattr(sys.modules.get("torch_npu"), "_C", None), "_npu_getCurrentStream", None)
+    if launch_target() != "npu" or current is None or queued.lower() not in ("true", "1"):
+        return made
+    known: dict[object, int] = {}
+
+    def stream(index: int) -> int:
+        which = current(index)
+        raw = known.get(which)
+        if raw is None:
+            raw = known[which] = made(index)
+        return raw
+
+    return stream

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from .. import installation
 from ..errors import UnsupportedProblemError
 from ..forking import ProcessLock
+from . import driver, software
 from .driver import triton_distribution
 
 # Held while the interpreter runs a kernel: Triton keeps the program that runs in globals, one for all threads.
@@ -89,6 +91,14 @@ def interpreter_is_right() -> bool:
     return bool((product - wanted).norm() <= 1e-2 * wanted.norm()) and torch.equal(stored, product.to(torch.bfloat16))
 
 
+def no_driver(kind: str) -> str:
+    """Why Triton launches nothing on a kind of device, and what to do."""
+    told = [str(fault) for fault in installation.faults()]
+    if not told and kind == "npu":
+        told = ["source CANN's set_env.sh in the shell that starts Python (triton-ascend looks for its compiler, ccec)"]
+    return "; ".join([f"{' '.join(driver.triton_distribution())} finds no {kind} device", *told])
+
+
 def require_running(op: str, dtype: str, device: torch.device) -> None:
     """Raise, saying what to do, where Triton cannot run kernels on a device; on a CPU also mend the interpreter.
 
@@ -98,13 +108,18 @@ def require_running(op: str, dtype: str, device: torch.device) -> None:
         device: Where its tensors are.
 
     Raises:
-        UnsupportedProblemError: CPU tensors outside the interpreter, or an interpreter that computes bfloat16
-            wrongly.
+        UnsupportedProblemError: CPU tensors outside the interpreter, an interpreter that computes bfloat16
+            wrongly, or an NPU where variables keep kernels from being launched.
     """
+    deaf = software.refusals() if device.type == "npu" else []
+    if deaf:
+        raise UnsupportedProblemError(op, deaf)
     if not interpreting():
         if device.type == "cpu":
             wanted = "set TRITON_INTERPRET=1 before Triton is imported"
             raise UnsupportedProblemError(op, [f"tensors on a CPU run in Triton's interpreter only: {wanted}"])
+        if not driver.launches_on(device.type):
+            raise UnsupportedProblemError(op, [no_driver(device.type)])
         return
     mend_interpreter()
     if dtype == "bfloat16" and not interpreter_is_right():

@@ -9,6 +9,8 @@ The default runs where there is nothing to choose. Else the first of these decid
 5. `predicted`: a decision that was predicted from the compiler's counts.
 6. `default` or `measured`: the policy for misses runs the default, tunes the key, or raises.
 
+Where the default comes out and is known to compute wrongly, torch's oracle takes its place: `reference`.
+
 `Choices.decided` is 1 to 5, `Choices.missed` is 6. A choice that was used once is frozen for the process.
 """
 
@@ -29,22 +31,24 @@ from ..config import Config
 from ..device import driver
 from ..device.environment import environment
 from ..device.failures import first_line
-from ..errors import LayoutTunerError, TooLittleMemoryError, TuningError
+from ..errors import LayoutTunerError, TooLittleMemoryError, TuningError, UnsupportedProblemError
 from ..spec import forcing, watched
-from ..spec.declaration import Candidate, OpSpec
+from ..spec.declaration import REFERENCE, Candidate, OpSpec
 from ..spec.forcing import Forced
 from ..spec.keys import Key, bucketed
 from ..tuning import isolation
+from ..tuning.binaries import may_vary
 from ..tuning.timing import Interval, Timer
 from ..tuning.tuner import Outcome
 from .counters import saved_us
-from .decisions import Decisions
+from .decisions import Decisions, candidate_of, candidates
 
 log = logging.getLogger(__name__)
 
 Policy = Literal["tune", "default", "error"]
 
 BESIDE = "it is being tuned in a process of its own"
+UNCHECKED = "its candidate is being checked as it is compiled here"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +56,8 @@ class Choice:
     """A candidate for a key, and how it came about.
 
     Attributes:
-        candidate: The candidate to run.
-        source: `pinned`, `forced`, `measured`, `imported`, `predicted` or `default`.
+        candidate: What to run.
+        source: `pinned`, `forced`, `measured`, `imported`, `predicted`, `default`, or `reference`: torch computes it.
         frozen: Whether the process keeps it; a default taken because tuning was not possible just now is not kept.
         record: The decision it follows, if any.
         layer: Which file or server holds the decision; empty for one that was made just now.
@@ -77,10 +81,10 @@ def stand_in(default: Candidate, reason: str, *, frozen: bool = True) -> Choice:
     return Choice(candidate=default, source="default", frozen=frozen, reason=reason, missed=True)
 
 
-def following(spec: OpSpec, key: Key, resolution: Resolution) -> Choice:
-    """The choice that follows a stored decision."""
+def following(spec: OpSpec, key: Key, device: torch.device, resolution: Resolution) -> Choice:
+    """The candidate of a stored decision."""
     record = resolution.record
-    candidate = next(candidate for candidate in spec.candidates(key) if candidate.id == record.candidate)
+    candidate = candidate_of(spec, key, device, record.candidate)
     return Choice(candidate=candidate, source=record.source, record=record, layer=resolution.layer.name)
 
 
@@ -120,6 +124,7 @@ class Choices(Decisions):
         self._full: set[str] = set()
         self._said: set[Key] = set()
         self._passed_over: set[tuple[Key, str]] = set()
+        self.vetting = True  # whether candidates that nobody checked are checked
 
     def choose(self, spec: OpSpec, key: Key, device: torch.device, *, tracing: bool = False) -> Choice:
         """The choice for a key: one that was frozen before, one by the list above, or one by the policy for misses.
@@ -131,36 +136,148 @@ class Choices(Decisions):
             tracing: Whether a compiler is tracing the call, so that nothing may run now.
         """
         default = spec.default(key, driver.chip(device))
-        if not self.tuning or self.trivial(spec, key):
+        trivial = self.tuning and self.trivial(spec, key, device)
+        if not self.tuning or (trivial and not may_vary(device)):
             return Choice(candidate=default, source="default")
         key = bucketed(key, self.config.keys.bucket)
         place = (key, environment(device).id)
         choice = self.choices.get(place)
         if choice is not None:
-            return choice if not choice.pending else self.follow(place, choice)
+            return self.allowed(spec, choice if not choice.pending else self.follow(place, choice))
         with self._lock:
             choice = self.choices.get(place)
             if choice is not None:
-                return choice
-            choice = self.decided(spec, key, device, default)
-            if choice is not None:
-                log.info("%s: %s, %s", key, choice.candidate.id, choice.source)
-            else:
+                return self.allowed(spec, choice)
+            choice = Choice(candidate=default, source="default") if trivial else None
+            choice = choice or self.decided(spec, key, device, default)
+            if choice is None:
                 choice = self.missed(spec, key, device, default, tracing=tracing)
+            elif not trivial:
+                log.info("%s: %s, %s", key, choice.candidate.id, choice.source)
+            choice = self.vetted(spec, key, device, default, choice, tracing=tracing)
             if choice.frozen and not tracing and not watched.faking():
                 self.choices[place] = choice
-            return choice
+            return self.allowed(spec, choice)
 
-    def trivial(self, spec: OpSpec, key: Key) -> bool:
+    # -- what computes wrongly, and what nobody checked --------------------------------------------------------
+
+    def vetted(
+        self, spec: OpSpec, key: Key, device: torch.device, default: Candidate, choice: Choice, *, tracing: bool = False
+    ) -> Choice:
+        """A choice as far as it may be trusted.
+
+        A default that is known to be wrong gives way to the oracle. Where what was right may be wrong in the next
+        process (see `binaries.may_vary`), a candidate that nobody found right in this environment, or that is compiled
+        to another binary here, is checked beside the calls; they take the default meanwhile.
+
+        Args:
+            spec: The op.
+            key: The key, T as it is tuned.
+            device: Where it is to run.
+            default: The key's default.
+            choice: The choice.
+            tracing: Whether a compiler is tracing the call, so that nothing may run now.
+        """
+        if choice.source == "forced":
+            return choice
+        wrong = self.known_wrong(spec, key, device, choice.candidate) if choice.candidate == default else ""
+        if wrong:
+            return self.instead_of_wrong(key, choice, wrong)
+        if (
+            not self.vetting
+            or not may_vary(device)
+            or choice.pending
+            or self.known_right(spec, key, device, choice.candidate)
+        ):
+            return choice
+        place = (key, environment(device).id)
+        if tracing or watched.faking() or driver.capturing(device) or driver.forked(device):
+            return choice
+        if place in self._passed_over and in_backward():
+            return replace(choice, candidate=default, frozen=False)
+        meanwhile = choice
+        if choice.candidate != default:
+            meanwhile = self.vetted(
+                spec, key, device, default, replace(stand_in(default, UNCHECKED), missed=False), tracing=True
+            )
+        if not self.isolated(device):
+            return self.checked(spec, key, device, default, choice)
+        if not in_backward():
+            self._passed_over.add(place)
+        log.info("%s: %s is checked in a process of its own", key, choice.candidate.id)
+        isolation.beside(device, functools.partial(self.checked_beside, spec, key, device, default, choice))
+        # As where a key is tuned beside the calls: what a checkpoint repeats has to find the same again.
+        return meanwhile if in_checkpoint() else replace(meanwhile, frozen=True, pending=True)
+
+    def checked(self, spec: OpSpec, key: Key, device: torch.device, default: Candidate, choice: Choice) -> Choice:
+        """A choice whose candidate is checked now, and what stands in for it where it is wrong."""
+        try:
+            right = self.check(spec, key, device, choice.candidate)
+        except (LayoutTunerError, RuntimeError, MemoryError) as error:
+            log.warning("%s: %s could not be checked: %s", key, choice.candidate.id, first_line(error))
+            return choice
+        if right:
+            return choice
+        if choice.candidate == default:
+            return self.instead_of_wrong(key, choice, self.known_wrong(spec, key, device, default) or "wrong results")
+        log.warning("%s: %s is wrong as it is compiled here: running %s", key, choice.candidate.id, default.id)
+        instead = stand_in(default, "its candidate is wrong as it is compiled here")
+        if self.known_right(spec, key, device, default):
+            return instead
+        return self.checked(spec, key, device, default, instead)
+
+    def checked_beside(self, spec: OpSpec, key: Key, device: torch.device, default: Candidate, choice: Choice) -> None:
+        """Check a choice's candidate, and let its calls look again."""
+        place = (key, environment(device).id)
+        choice = self.checked(spec, key, device, default, choice)
+        with self._lock:
+            held = self.choices.get(place)
+            if held is not None and held.pending:
+                self._tuned[place] = choice
+                self.look_again()
+
+    def instead_of_wrong(self, key: Key, choice: Choice, reason: str) -> Choice:
+        """The oracle in place of a default that computes wrongly."""
+        wrong = choice.candidate
+        self.say(key, "%s computes wrongly on this device (%s), and nothing else stands in for it", wrong.id, reason)
+        served = replace(wrong, variant=REFERENCE)
+        return replace(choice, candidate=served, source="reference", reason=f"{wrong.id} computes wrongly: {reason}")
+
+    def allowed(self, spec: OpSpec, choice: Choice) -> Choice:
+        """The choice, unless it is the oracle and the settings want an error in its place.
+
+        Raises:
+            UnsupportedProblemError: It is.
+        """
+        if choice.source == "reference" and self.config.routing.on_wrong == "error":
+            raise UnsupportedProblemError(spec.name, [f"{choice.reason}; [routing] on_wrong is 'error'"])
+        return choice
+
+    def standby(self, spec: OpSpec, key: Key, device: torch.device) -> Choice:
+        """What stands in for a candidate that fails: the default, or the oracle where that is known to be wrong.
+
+        Raises:
+            UnsupportedProblemError: As of `allowed`.
+        """
+        default = spec.default(key, driver.chip(device))
+        choice = Choice(candidate=default, source="default", reason="its candidate failed to launch")
+        if not self.tuning:
+            return choice
+        key = bucketed(key, self.config.keys.bucket)
+        wrong = self.known_wrong(spec, key, device, default)
+        return self.allowed(spec, self.instead_of_wrong(key, choice, wrong) if wrong else choice)
+
+    def trivial(self, spec: OpSpec, key: Key, device: torch.device) -> bool:
         """Whether there is nothing to choose for a key: one head or token, where nothing is forced, or one candidate.
 
         Args:
             spec: The op.
             key: The exact key.
+            device: Where it is to run.
         """
         if spec.nothing_to_choose(key) and spec.name not in self.forced:
             return True
-        return len(spec.candidates(bucketed(key, self.config.keys.bucket))) == 1
+        return len(candidates(spec, bucketed(key, self.config.keys.bucket), device)) == 1
 
     def decided(self, spec: OpSpec, key: Key, device: torch.device, default: Candidate) -> Choice | None:
         """The choice for a key by 1 to 5 of the list above, for which nothing runs; None is a miss.
@@ -173,12 +290,12 @@ class Choices(Decisions):
         """
         resolution = self.resolution(spec, key, device)
         if resolution is not None and resolution.record.source == "pinned":  # 1
-            return following(spec, key, resolution)
-        forced = self.forced_choice(spec, key, default)
+            return following(spec, key, device, resolution)
+        forced = self.forced_choice(spec, key, device, default)
         if forced is not None:  # 2
             return forced
         if resolution is not None:  # 3, 4 and 5: the cache's layers answer with the first of them that is stored
-            return following(spec, key, resolution)
+            return following(spec, key, device, resolution)
         return None
 
     def standing(self, spec: OpSpec, key: Key, device: torch.device) -> Choice | None:
@@ -193,11 +310,11 @@ class Choices(Decisions):
         key = bucketed(key, self.config.keys.bucket)
         return self.choices.get((key, environment(device).id)) or self.decided(spec, key, device, default)
 
-    def forced_choice(self, spec: OpSpec, key: Key, default: Candidate) -> Choice | None:
-        """The choice that the environment forces for a key, if it forces one."""
+    def forced_choice(self, spec: OpSpec, key: Key, device: torch.device, default: Candidate) -> Choice | None:
+        """What the environment forces for a key, if anything."""
         if spec.name not in self.forced:
             return None
-        candidate = forcing.choice(self.forced, spec, key, default)
+        candidate = forcing.choice(self.forced, spec, key, default, buffers=driver.chip(device).buffers)
         if candidate is None:
             log.warning("%s: %s forces a candidate that this key does not have", key, forcing.NAME)
             return None
@@ -248,7 +365,7 @@ class Choices(Decisions):
         held = self.choices.get((key, environment(device).id))
         if held is not None and held.candidate.id == outcome.winner:
             return replace(held, missed=True)
-        winner = next(candidate for candidate in spec.candidates(key) if candidate.id == outcome.winner)
+        winner = candidate_of(spec, key, device, outcome.winner)
         return Choice(candidate=winner, source="measured", missed=True)
 
     def pass_over(self, place: tuple[Key, str], default: Candidate, reason: str) -> Choice:
@@ -315,7 +432,9 @@ class Choices(Decisions):
             if held is None or not held.pending:
                 return
             if choice is None:
-                choice = replace(held, pending=False, reason="it could not be tuned")
+                default = spec.default(key, driver.chip(device))
+                untuned = replace(held, pending=False, reason="it could not be tuned")
+                choice = self.vetted(spec, key, device, default, untuned, tracing=True)
             self._tuned[place] = choice
             self.look_again()
 
@@ -350,7 +469,7 @@ class Choices(Decisions):
     ) -> tuple[Outcome, Choice]:
         """Tune a key and publish the outcome. No call follows it yet. Arguments and errors are those of `make`."""
         outcome, decision = self.make(spec, key, device, budget_s)
-        winner = next(candidate for candidate in spec.candidates(key) if candidate.id == outcome.winner)
+        winner = candidate_of(spec, key, device, outcome.winner)
         return outcome, Choice(candidate=winner, source="measured", record=decision)
 
 

@@ -15,12 +15,13 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 
 from ..config import Config
-from ..device import driver, interpreter
+from ..device import interpreter
 from ..device.environment import environment
 from ..device.failures import classify, first_line
 from ..errors import PackingError
@@ -31,12 +32,13 @@ from ..launch.prepared import Prepared
 from ..launch.tally import UNROUTED, Tally
 from ..spec import watched
 from ..spec.calls import number_faults
-from ..spec.declaration import Candidate, OpSpec
+from ..spec.declaration import REFERENCE, Candidate, OpSpec
 from ..spec.forcing import Forced
 from ..spec.keys import Key, bucketed
 from ..spec.operands import Call, Outputs, Value
 from ..tuning.timing import Timer
 from .choices import Choice, Choices, Policy, saved_by
+from .decisions import candidates
 from .known import Known, Memory
 from .misses import MissLog
 
@@ -123,11 +125,14 @@ class Router(Choices):
         if isinstance(error, PackingError):
             raise error
         key, device = spec.key(call), present(call).device
-        instead: Candidate | None = spec.default(key, driver.chip(device))
+        if failed.candidate.variant == REFERENCE:
+            raise error
+        choice = self.standby(spec, key, device)
+        instead: Candidate | None = choice.candidate
         tried = (*before, failed.candidate)
         if instead in tried:
             variants = {candidate.variant for candidate in tried}
-            left = (candidate for candidate in spec.candidates(key) if candidate.variant not in variants)
+            left = (candidate for candidate in candidates(spec, key, device) if candidate.variant not in variants)
             instead = next(left, None) if classify(error) == "overflow" else None
         if instead is None:
             raise error
@@ -136,7 +141,7 @@ class Router(Choices):
         held = self.choices.get(place)
         if held is not None and held.record is not None:
             self.quarantine(held.record, error)
-        choice = Choice(candidate=instead, source="default", reason="its candidate failed to launch")
+        choice = replace(choice, candidate=instead)
         self.choices[place] = choice
         prepared = self.prepare(spec, key, device, instead, call)
         prepared.tally = self.tally(spec, key, device, choice)
@@ -313,11 +318,13 @@ class Router(Choices):
         """
         require_plain(spec, call.tensors)
         key, device = spec.key(call), present(call).device
-        default = spec.default(key, driver.chip(device))
-        if isinstance(error, PackingError) or failed.candidate == default:
+        if isinstance(error, PackingError) or failed.candidate.variant == REFERENCE:
+            raise error
+        instead = self.standby(spec, key, device).candidate
+        if failed.candidate == instead:
             raise error
         try:
-            results = run(self.prepare(spec, key, device, default, call))
+            results = run(self.prepare(spec, key, device, instead, call))
         except Exception:
             raise error from None
         if not isinstance(error, (torch.OutOfMemoryError, MemoryError)):

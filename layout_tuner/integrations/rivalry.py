@@ -41,6 +41,11 @@ class Rivalry(OpSpec):
         """The revision: a hash of our op's revision and the library's release."""
         return f"{self.ours}+{self.release}"
 
+    @property
+    def unbuffered(self) -> tuple[str, ...]:
+        """None: how either is compiled is decided behind its door."""
+        return ()
+
     def nothing_to_choose(self, key: Key) -> bool:
         """Always False: with one head, too, either function may be faster."""
         return False

@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import ops
-from ..device import interpreter
+from ..device import driver, interpreter
 from ..dispatch import router
 from ..dispatch.counters import Library, count_library
 from ..dispatch.router import Router
 from ..forking import ProcessLock
 from ..ops.local_cumsum import output_dtype_name
 from ..spec import registry
-from ..spec.keys import Key
+from ..spec.keys import Key, bucketed
 from ..spec.operands import Call, Value
 from .rivalry import OURS, Rivalry
 
@@ -260,7 +260,16 @@ class Takeover:
         )
 
     def contest(self, made: Router, key: Key, device: torch.device) -> tuple[Verdict, bool]:
-        """The verdict by the measured times of both, and whether it lasts; measures them where misses are tuned."""
+        """Whether the library was measured to be faster; measures it where misses are tuned.
+
+        A call for which no kernel here is right is the library's, where the settings do not want an error.
+        """
+        rounded = bucketed(key, made.config.keys.bucket)
+        default = self.spec.default(key, driver.chip(device))
+        wrong = made.known_wrong(self.spec, rounded, device, default)
+        undecided = wrong and made.decided(self.spec, rounded, device, default) is None
+        if undecided and made.config.routing.on_wrong == "reference":
+            return Verdict(False, f"the kernels here compute it wrongly on this device: {wrong}"), True
         rival = self.rivalry()
         if rival is None:
             return Verdict(True), True

@@ -38,7 +38,8 @@ class Style:
 
     Attributes:
         distribution: Name of the package.
-        version: `major.minor` that was verified.
+        version: The release that was verified. Another one, a development build too, may hand its launcher other
+            arguments, which would write anywhere in memory.
         target: Name of the backend.
         quiet: A Python expression that is true while no profiler and no hook of Triton's watches launches. While one
             does, launches go through Triton, which calls it.
@@ -98,7 +99,7 @@ def npu_names(compiled: Any) -> Mapping[str, Any]:
 STYLES = (
     Style(
         distribution="triton",
-        version="3.6",
+        version="3.6.0",
         target="cuda",
         quiet=(
             "not ({runtime}.launch_enter_hook.calls or {runtime}.launch_exit_hook.calls or {kernel}.pre_run_hooks"
@@ -115,7 +116,7 @@ STYLES = (
     # The Ascend launcher asks tensors for their shapes while msprof records, so it is given tensors.
     Style(
         distribution="triton-ascend",
-        version="3.2",
+        version="3.2.0",
         target="npu",
         quiet=("{hooks}.launch_enter_hook is None and {hooks}.launch_exit_hook is None and not {kernel}.pre_run_hooks"),
         call="{grid}, 1, 1, {stream}, {function}, {metadata}, None, None, None",
@@ -133,7 +134,7 @@ def style() -> Style | None:
     distribution, version = driver.triton_distribution()
     target = driver.launch_target()
     for known in STYLES:
-        if (known.distribution, known.target) == (distribution, target) and version.startswith(f"{known.version}."):
+        if (known.distribution, known.version, known.target) == (distribution, version, target):
             return known
     verified = ", ".join(map(str, STYLES))
     log.info("%s %s launches kernels by its own path (direct launches: %s)", distribution, version, verified)

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..device import driver, interpreter
@@ -35,12 +35,14 @@ class LaunchRecord:
         grid: Programs.
         arguments: Run-time arguments in the kernel's order: tensors, numbers or None.
         constants: Compile-time constants by name.
+        options: Options of the compiler by name.
     """
 
     kernel: Any
     grid: int
     arguments: tuple[Any, ...]
     constants: Mapping[str, Constant]
+    options: Mapping[str, bool] = field(default_factory=dict)
 
 
 Handler = Callable[[LaunchRecord], None]
@@ -95,6 +97,7 @@ class BoundKernel:
     Args:
         kernel: The jitted function.
         constants: Its compile-time constants.
+        options: Options of the compiler.
 
     Attributes:
         direct: Launches arguments like those of the newest launch, and returns whether they were like them.
@@ -104,11 +107,12 @@ class BoundKernel:
         style: How this process launches directly; None likewise.
     """
 
-    __slots__ = ("constants", "direct", "kernel", "names", "parameters", "style", "variants")
+    __slots__ = ("constants", "direct", "kernel", "names", "options", "parameters", "style", "variants")
 
-    def __init__(self, kernel: Any, constants: Mapping[str, Constant]) -> None:
+    def __init__(self, kernel: Any, constants: Mapping[str, Constant], options: Mapping[str, bool]) -> None:
         self.kernel = kernel
         self.constants = dict(constants)
+        self.options = options
         self.variants: dict[direct.Facts, DirectLaunch | None] = {}
         self.names: dict[direct.Facts, Mapping[str, Any] | None] = {}
         self.direct: DirectLaunch = self.first
@@ -125,7 +129,11 @@ class BoundKernel:
         handler: Handler | None = getattr(_intercepting, "handler", None)
         if handler is None:
             return False
-        handler(LaunchRecord(kernel=self.kernel, grid=grid, arguments=arguments, constants=self.constants))
+        handler(
+            LaunchRecord(
+                kernel=self.kernel, grid=grid, arguments=arguments, constants=self.constants, options=self.options
+            )
+        )
         return True
 
     def first(self, grid: int, *arguments: Any) -> bool:
@@ -158,12 +166,12 @@ class BoundKernel:
         """
         for _ in range(CRASHES):
             try:
-                return self.kernel[(grid,)](*arguments, **self.constants)
+                return self.kernel[(grid,)](*arguments, **self.constants, **self.options)
             except Exception as error:
                 if classify(error) != "crash":
                     raise
                 log.warning("the compiler of %s crashed, trying again: %s", self.kernel, first_line(error))
-        return self.kernel[(grid,)](*arguments, **self.constants)
+        return self.kernel[(grid,)](*arguments, **self.constants, **self.options)
 
     def launch(self, grid: int, arguments: tuple[Any, ...]) -> None:
         """Launch arguments of another kind than the last ones: directly where the kind is known, else by Triton."""
@@ -201,6 +209,18 @@ def not_yet(grid: int, *arguments: Any) -> bool:
 
 
 _bound: dict[tuple[object, ...], BoundKernel] = {}
+_compiling = threading.local()
+
+
+@contextmanager
+def compiling(options: Mapping[str, bool]) -> Iterator[None]:
+    """Give what this thread binds these options of the compiler too; the interpreter, which has none, gets none."""
+    before = getattr(_compiling, "options", {})
+    _compiling.options = {**before, **options}
+    try:
+        yield
+    finally:
+        _compiling.options = before
 
 
 def bind(kernel: Any, **constants: Constant) -> BoundKernel:
@@ -213,11 +233,12 @@ def bind(kernel: Any, **constants: Constant) -> BoundKernel:
     refused = [name for name in REFUSED if name in constants]
     if refused:
         raise ValueError(f"{' and '.join(refused)}: {REFUSAL}")
+    options: Mapping[str, bool] = getattr(_compiling, "options", {})
     if type(kernel).__name__ != "JITFunction":  # nothing is compiled that could be kept
-        return BoundKernel(kernel, constants)
+        return BoundKernel(kernel, constants, {} if interpreter.interpreted(kernel) else options)
     # True, 1 and 1.0 are equal but not the same constant.
-    same = (id(kernel), *((name, type(value), value) for name, value in constants.items()))
+    same = (id(kernel), *options.items(), *((name, type(value), value) for name, value in constants.items()))
     bound = _bound.get(same)
     if bound is None or bound.kernel is not kernel:
-        bound = _bound[same] = BoundKernel(kernel, constants)
+        bound = _bound[same] = BoundKernel(kernel, constants, options)
     return bound

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from ..device import driver
 from ..spec import layouts
-from ..spec.declaration import Candidate, Launch, OpSpec, Problem
+from ..spec.declaration import REFERENCE, Candidate, Launch, OpSpec, Problem, compile_options
 from ..spec.layouts import Layout
-from ..spec.operands import Call, Outputs
+from ..spec.operands import Call, Outputs, Value
 from ..spec.packing import chunks_of
+from . import launcher
 from .tally import UNROUTED
 
 Tensors = Sequence["torch.Tensor | None"]
@@ -49,7 +52,11 @@ class Prepared:
         self.candidate = candidate
         self.tally = UNROUTED  # counts its calls
         self.proven = False  # whether it has run once: kernels compile and fail at their first launch
-        self.launch: Launch = spec.bind(problem, candidate)
+        self.launch: Launch = (
+            (spec.by_reference or by_reference)(spec, problem, call.options)
+            if candidate.variant == REFERENCE
+            else bind_candidate(spec, problem, candidate)
+        )
         self.BT = problem.BT
         self.name = spec.name
         self.packed = call.cu_seqlens is not None
@@ -131,6 +138,32 @@ class Prepared:
             if tensor is not None:
                 back[i] = layouts.relayout(tensor, Layout.STRIDE_HV)
         return tuple(back)
+
+
+def bind_candidate(spec: OpSpec, problem: Problem, candidate: Candidate) -> Launch:
+    """The launch of a candidate, its kernels compiled with the options that it carries."""
+    variant, options = compile_options(candidate.variant)
+    with launcher.compiling(options):
+        return spec.bind(problem, replace(candidate, variant=variant))
+
+
+def by_reference(spec: OpSpec, problem: Problem, options: tuple[Value, ...]) -> Launch:
+    """The oracle as a launch: its results as row-major tensors of the dtypes that the op's have."""
+    default = bind_candidate(spec, problem, spec.default(problem.key, problem.chip))
+
+    def launch(*arguments: Any) -> Outputs:
+        count = len(spec.operands)
+        call = Call(tensors=arguments[:count], options=options, scalars=arguments[count:-2], cu_seqlens=arguments[-2])
+        with launcher.recording():
+            alike = default(*arguments)
+        found = spec.reference(**spec.arguments(call))
+        results = found if isinstance(found, tuple) else (found,)
+        return tuple(
+            None if result is None or like is None else result.to(like.dtype).contiguous()
+            for result, like in zip(results, alike, strict=True)
+        )
+
+    return launch
 
 
 def present(tensor: torch.Tensor | None) -> torch.Tensor:

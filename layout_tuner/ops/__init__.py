@@ -4,6 +4,7 @@ Inside `layout_tuner.enable()` each routes to the candidate that was measured to
 default candidate runs. Every public result is row-major.
 """
 
+from .. import importable as importable
 from ..spec.packing import prepare_chunk_indices, prepare_chunk_offsets
 from . import tracing
 from .bwd_dhu import chunk_gated_delta_rule_bwd_dhu

@@ -21,6 +21,8 @@ from torch._dynamo.comptime import comptime
 
 from ..device import driver, interpreter
 from ..dispatch import router
+from ..errors import UnsupportedProblemError
+from ..launch.prepared import bind_candidate
 from ..spec import registry, watched
 from ..spec.declaration import Candidate, Launch, OpSpec, Problem
 from ..spec.operands import Call, Value, dtype_name
@@ -132,7 +134,11 @@ def ticket(op: str, options: tuple[Value, ...], scalars: tuple[bool, ...], tunab
         candidate = spec.candidates(key)[0].id
         if device.type != "meta":
             interpreter.require_running(op, key.dtype, device)
-            candidate = router.current().choose(spec, key, device, tracing=not tunable).candidate.id
+            choice = router.current().choose(spec, key, device, tracing=not tunable)
+            if choice.source == "reference":
+                why = f"{choice.reason}; a compiled graph takes kernels only"
+                raise UnsupportedProblemError(op, [why])
+            candidate = choice.candidate.id
     return json.dumps({**said, "candidate": candidate}, sort_keys=True)
 
 
@@ -224,7 +230,7 @@ def bound(said: str) -> Bound:
             return active.stored_variant(stage, stage_key, here)
 
         problem = Problem(key=key, chip=chip, variant_of=variant_of)
-        known = {candidate.id: candidate for candidate in spec.candidates(key)}
+        known = {candidate.id: candidate for candidate in spec.candidates(key, buffers=chip.buffers)}
         candidate = known.get(read["candidate"]) or spec.default(key, chip)
-        launch = spec.bind(problem, candidate)
+        launch = bind_candidate(spec, problem, candidate)
     return Bound(spec=spec, call=call, problem=problem, candidate=candidate, launch=launch, device=device)

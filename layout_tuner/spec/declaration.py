@@ -16,7 +16,7 @@ from ..errors import REFUSAL, REFUSED, ConfigError, UnsupportedProblemError
 from .calls import check_call, common_reasons
 from .keys import Form, Key
 from .layouts import Layout, LayoutPlan, arrival
-from .operands import CHUNK_SIZES, DTYPES, SIZES, Call, Operand, Option, Output, Outputs, dtype_name
+from .operands import CHUNK_SIZES, DTYPES, SIZES, Call, Operand, Option, Output, Outputs, Value, dtype_name
 from .revision import source_revision
 
 if TYPE_CHECKING:
@@ -27,13 +27,21 @@ if TYPE_CHECKING:
 
 Launch = Callable[..., Outputs]
 
+# What serves a key of which no kernel is right: the oracle, which is no candidate and never tuned.
+REFERENCE = "reference"
+
+# Ascend's compiler keeps several copies of what a loop loads, so that loads and work overlap. Other projects met wrong
+# results and hangs from that in loops over tasks, and it takes memory.
+SINGLE_BUFFER = "single_buffer"
+OPTIONS: Mapping[str, Mapping[str, bool]] = {SINGLE_BUFFER: {"multibuffer": False}}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
     """One way to run an op: a kernel variant with a layout for each time-axis operand.
 
     Attributes:
-        variant: Name of the kernel variant.
+        variant: Name of the kernel variant; behind a `+` the compiler's options that it carries, see `OPTIONS`.
         plan: The layouts the kernel reads and writes.
         revision: Hash of the sources of what it runs, see `revision.source_revision`.
     """
@@ -103,6 +111,8 @@ class OpSpec:
             default copies nothing on any device.
         bind: Builds the launch of a candidate for a problem. The launch takes the operands, then the scalars, then
             `cu_seqlens` and `chunk_indices`, with time-axis operands in the plan's layout, and returns every output.
+        by_reference: Builds what computes by the oracle from op, problem and options of a call, where its launch is
+            more than a function.
         reference: The oracle: same operands and options by name, results in the order of `outputs`.
         forms: Standard forms by name; warm-up tunes these.
         more_forms: Further forms that the tests and Ascend's matrix cover.
@@ -130,6 +140,7 @@ class OpSpec:
     unsupported: Callable[[Key], Sequence[str]] = lambda key: ()
     tolerances: Mapping[str, float] = field(default_factory=dict)
     term_rms: Callable[..., Mapping[str, torch.Tensor]] | None = None
+    by_reference: Callable[[OpSpec, Problem, tuple[Value, ...]], Launch] | None = None
 
     @functools.cached_property
     def sizes(self) -> frozenset[str]:
@@ -255,9 +266,19 @@ class OpSpec:
             for layouts in itertools.product(*choices)
         )
 
-    def candidates(self, key: Key) -> tuple[Candidate, ...]:
-        """Every candidate of a key, in a fixed order; made once."""
-        return candidates_of(self, key, self.revision)
+    def candidates(self, key: Key, *, buffers: bool = False) -> tuple[Candidate, ...]:
+        """Every candidate of a key, in a fixed order; made once.
+
+        Args:
+            key: The key.
+            buffers: As `Chip.buffers` of the device they are for.
+        """
+        return candidates_of(self, key, self.revision, buffers)
+
+    @property
+    def unbuffered(self) -> tuple[str, ...]:
+        """Variants that are candidates without automatic multi-buffering too, where a compiler does that."""
+        return self.variants[:1]
 
     def default(self, key: Key, chip: Chip) -> Candidate:
         """The candidate that runs without a decision: T_CONTIG on an NPU (the published fix), else STRIDE_HV."""
@@ -349,11 +370,20 @@ class OpSpec:
 
 
 @functools.lru_cache(maxsize=4096)
-def candidates_of(spec: OpSpec, key: Key, revision: str) -> tuple[Candidate, ...]:
+def candidates_of(spec: OpSpec, key: Key, revision: str, buffers: bool) -> tuple[Candidate, ...]:
     """Every candidate of an op for a key, with the revision of the op's sources."""
+    variants = [variant for variant in spec.variants if spec.offers(variant, key)]
+    if buffers:
+        variants += [f"{variant}+{SINGLE_BUFFER}" for variant in spec.unbuffered if variant in variants]
     return tuple(
-        Candidate(variant=variant, plan=plan, revision=revision)
-        for variant in spec.variants
-        if spec.offers(variant, key)
-        for plan in spec.plans(key)
+        Candidate(variant=variant, plan=plan, revision=revision) for variant in variants for plan in spec.plans(key)
     )
+
+
+def compile_options(variant: str) -> tuple[str, Mapping[str, bool]]:
+    """A variant as the op knows it, and the options of the compiler that it carries in its name.
+
+    Options change how a kernel is compiled, never what it computes.
+    """
+    name, plus, option = variant.partition("+")
+    return name, OPTIONS[option] if plus else {}

@@ -124,10 +124,12 @@ def candidates_of(spec: OpSpec) -> list[Candidate]:
     """Every candidate that an op has for some form."""
     sizes = {"B": 1, "T": 2, "H": 1, "HV": 2, "K": 16, "V": 16}
     keys = [spec.key_for(sizes, dtype="bfloat16", form=form) for form in spec.every_form]
-    return list(dict.fromkeys(candidate for key in keys for candidate in spec.candidates(key)))
+    return list(dict.fromkeys(candidate for key in keys for candidate in spec.candidates(key, buffers=True)))
 
 
-def choice(forced: Mapping[str, Forced], spec: OpSpec, key: Key, default: Candidate) -> Candidate | None:
-    """The candidate forced for a key; None where none is forced for its op, or where the key has no such candidate."""
+def choice(
+    forced: Mapping[str, Forced], spec: OpSpec, key: Key, default: Candidate, *, buffers: bool = False
+) -> Candidate | None:
+    """What is forced for a key; None where nothing is, or nothing that the key has on a device, see `Chip.buffers`."""
     wanted = forced.get(spec.name)
-    return None if wanted is None else wanted.of(spec.candidates(key), default)
+    return None if wanted is None else wanted.of(spec.candidates(key, buffers=buffers), default)

@@ -22,9 +22,9 @@ from ..device import driver
 from ..launch import launcher
 from ..launch.direct import Constant
 from ..launch.prepared import Prepared
+from ..processes import die_with_parent
 from ..spec.declaration import Candidate, OpSpec, Problem
 from .inputs import synthesize
-from .isolation import die_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Unit:
     Attributes:
         module, name: Where it is.
         arguments: Run-time arguments in its order, a dtype for a tensor.
-        constants: Compile-time constants.
+        constants: Compile-time constants, and options of the compiler.
     """
 
     module: str
@@ -78,7 +78,7 @@ def unit_of(record: launcher.LaunchRecord) -> Unit:
         module=function.__module__,
         name=function.__name__,
         arguments=tuple(x.dtype if isinstance(x, torch.Tensor) else x for x in record.arguments),
-        constants=tuple(record.constants.items()),
+        constants=(*record.constants.items(), *record.options.items()),
     )
 
 
@@ -95,8 +95,8 @@ def compile_unit(unit: Unit, device: str) -> None:
         kernel.warmup(*unit.arguments, grid=(1,), **dict(unit.constants))
 
 
-def compile_ahead(wanted: list[Unit], device: torch.device, seconds: float, announce: Callable[[float], None]) -> None:
-    """Compile kernels in processes of their own.
+def compile_ahead(wanted: list[Unit], device: torch.device, seconds: float, announce: Callable[[float], None]) -> int:
+    """Compile kernels in processes of their own, and say how many are ready.
 
     Args:
         wanted: The kernels.
@@ -105,7 +105,7 @@ def compile_ahead(wanted: list[Unit], device: torch.device, seconds: float, anno
         announce: Is told how long that may take.
     """
     if len(wanted) < 2:
-        return
+        return 0
     announce(seconds)
     pool = concurrent.futures.ProcessPoolExecutor(
         min(processes(), len(wanted)),
@@ -119,4 +119,6 @@ def compile_ahead(wanted: list[Unit], device: torch.device, seconds: float, anno
     errors = [error for future in done if (error := future.exception()) is not None]
     for error in errors:
         log.info("not compiled ahead: %s: %s", type(error).__name__, error)
-    log.info("%d kernels compiled ahead, %d not", len(wanted) - len(errors) - len(late), len(errors) + len(late))
+    ready = len(wanted) - len(errors) - len(late)
+    log.info("%d kernels compiled ahead, %d not", ready, len(wanted) - ready)
+    return ready

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..device import driver
 from ..spec.declaration import Candidate, OpSpec
 from ..spec.keys import Key
 from ..spec.operands import Call, Output, Outputs, dtype_name
@@ -107,6 +108,11 @@ class Checker:
         self.default: tuple[str, Outputs] | None = None
         self.variant: tuple[Candidate, Outputs] | None = None
 
+    @property
+    def device(self) -> torch.device:
+        """Where the arguments are."""
+        return next(tensor.device for tensor in self.call.tensors if tensor is not None)
+
     @functools.cached_property
     def seen(self) -> Call:
         """The part of the arguments that the oracle sees."""
@@ -123,8 +129,9 @@ class Checker:
 
     @functools.cached_property
     def wanted(self) -> Outputs:
-        """The oracle's results for the part it sees."""
-        return as_tuple(self.spec.reference(**self.spec.arguments(self.seen)))
+        """The oracle's results for what it sees."""
+        with driver.exact_products(self.device):
+            return as_tuple(self.spec.reference(**self.spec.arguments(self.seen)))
 
     @functools.cached_property
     def term_rms(self) -> Mapping[str, float]:
@@ -132,8 +139,9 @@ class Checker:
         if self.spec.term_rms is None:
             return {}
         wanted = {output.name: tensor for output, tensor in zip(self.spec.outputs, self.wanted, strict=True)}
-        sizes = self.spec.term_rms(wanted, **self.spec.arguments(self.seen))
-        return {name: float(value) for name, value in sizes.items()}
+        with driver.exact_products(self.device):
+            found = self.spec.term_rms(wanted, **self.spec.arguments(self.seen))
+        return {name: float(value) for name, value in found.items()}
 
     def compare(self, candidate: Candidate, got: Outputs, *, default: bool) -> Check:
         """How a candidate's results compare; those of a right one are kept for the candidates after it.

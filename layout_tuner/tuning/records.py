@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import fields
 
 from layout_tuner.cache.records import DecisionRecord, EnvironmentRecord, KeyRecord, MeasurementRecord
@@ -45,20 +46,46 @@ def outcome_record(
     return decision, EnvironmentRecord(id=where.id, facts=dict(where.facts))
 
 
-def measurement_record(measurement: Measurement) -> MeasurementRecord:
-    """A candidate's measurement as the cache stores it."""
+def check_record(
+    key: Key, where: Environment, found: Sequence[Measurement], candidate: Candidate, default: Candidate
+) -> tuple[DecisionRecord, EnvironmentRecord]:
+    """What checking came to, where nothing was timed, as the cache stores it.
+
+    Args:
+        key: The key.
+        where: In which environment.
+        found: Of candidates that were checked.
+        candidate: The one that it is about.
+        default: The key's default.
+    """
+    decision = DecisionRecord(
+        key=key_record(key),
+        environment=where.id,
+        candidate=candidate.id,
+        revision=candidate.revision,
+        default_candidate=default.id,
+        source="checked",
+        measurements=tuple(measurement_record(each) for each in found),
+        version=__version__,
+    )
+    return decision, EnvironmentRecord(id=where.id, facts=dict(where.facts))
+
+
+def measurement_record(found: Measurement) -> MeasurementRecord:
+    """What was found of a candidate, as the cache stores it."""
     return MeasurementRecord(
-        candidate=measurement.id,
-        revision=measurement.revision,
-        state=measurement.state,
-        reason=measurement.reason[:2000],
-        failure=measurement.failure,
-        end_to_end_us=measurement.end_to_end_us,
-        kernel_us=measurement.kernel_us,
-        relayout_us=measurement.relayout_us,
-        error=finite(measurement.error),
-        samples=measurement.samples,
-        measured_at=measurement.measured_at,
+        candidate=found.id,
+        revision=found.revision,
+        state=found.state,
+        reason=found.reason[:2000],
+        failure=found.failure,
+        end_to_end_us=found.end_to_end_us,
+        kernel_us=found.kernel_us,
+        relayout_us=found.relayout_us,
+        error=finite(found.error),
+        samples=found.samples,
+        counts={"binary": found.binary} if found.binary else {},
+        measured_at=found.measured_at,
     )
 
 
@@ -71,6 +98,7 @@ def measurement_of(record: MeasurementRecord) -> Measurement:
         reason=record.reason,
         failure=record.failure,
         error=record.error,
+        binary=str(record.counts.get("binary", "")),
         measured_at=record.measured_at,
     )
 

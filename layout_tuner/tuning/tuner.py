@@ -15,7 +15,7 @@ from typing import Literal
 
 from ..config import Measure, Tuning
 from ..device.failures import Failure, classify, fatal, first_line
-from ..errors import DeviceLostError, TuningError
+from ..errors import DeviceLostError, NoRightCandidateError, TuningError
 from .deadline import left_behind, run_within
 from .timing import Interval, Rounds, Run, Timer, time_rounds
 
@@ -85,7 +85,8 @@ class Measurement:
         end_to_end_us, kernel_us, relayout_us: The whole op; its kernels alone; its copies alone.
         gain: Fraction of the default's time that it saves, with its 95 % interval; None for the default itself.
         samples: End-to-end samples.
-        measured_at: When it was measured, if that was before this tuning.
+        binary: Digest of what it was compiled to, where that may be another in the next process.
+        measured_at: When that was found, for what was found before this tuning.
     """
 
     id: str
@@ -99,6 +100,7 @@ class Measurement:
     relayout_us: float | None = None
     gain: Interval | None = None
     samples: tuple[float, ...] = ()
+    binary: str = ""
     measured_at: datetime | None = None
 
 
@@ -110,13 +112,15 @@ class Trial:
         id: Its text id.
         revision: Its revision.
         prepare: Compiles it and makes its arguments; may raise.
-        known: Its earlier measurement, where that is still believed: the candidate is not tried again.
+        known: What was found of it before, where that is still believed: it is not tried again.
+        binary: Says what it was compiled to, once it has run.
     """
 
     id: str
     revision: str
     prepare: Callable[[], Runs]
     known: Measurement | None = None
+    binary: Callable[[], str] = str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +159,7 @@ def tune(
     tuning: Tuning,
     clock: Callable[[], float] = time.monotonic,
     compile_s: float | None = None,
+    timing: bool = True,
 ) -> Outcome:
     """Check, time and choose.
 
@@ -176,9 +181,11 @@ def tune(
         clock: Seconds, for the budget.
         compile_s: Seconds that each candidate may take to compile and run once before the budget begins; None leaves
             compiling to the budget.
+        timing: Whether anything is timed; else the default is chosen where it is right.
 
     Raises:
-        TuningError: Not one candidate is right, or none but the default could be chosen untimed.
+        NoRightCandidateError: Not one candidate is right.
+        TuningError: None but the default could be chosen untimed.
         DeviceLostError: The device does not answer, or no more after a candidate, which is named.
     """
     if compile_s is not None:
@@ -207,7 +214,7 @@ def tune(
         if ready is not None:
             runs[trial.id] = ready
     hung = next((m.id for m in measurements.values() if m.failure == "timeout" and m.state == "failed"), "")
-    while runs:
+    while runs and timing:
         baseline = default if default in runs else min(runs)
         if hung and not timer.settled(max(0.0, deadline - clock())):
             raise DeviceLostError(f"{hung}, which was given up, still occupies the device", hung, "timeout")
@@ -227,7 +234,11 @@ def tune(
         raise DeviceLostError(f"the device does not answer any more{after}", hung, "timeout")
     if not runs:
         reasons = "; ".join(f"{m.id}: {m.state}: {m.reason}" for m in measurements.values())
-        raise TuningError(f"no candidate is right: {reasons}")
+        raise NoRightCandidateError(f"no candidate is right: {reasons}", tuple(measurements.values()))
+    if not timing:
+        return Outcome(
+            winner=default, default=default, measurements=tuple(measurements.values()), seconds=clock() - start
+        )
     kept = len(rounds.samples[baseline])
     if not kept and baseline != default:
         raise TuningError(
@@ -345,7 +356,7 @@ def examine(trial: Trial, seconds: float, *, exact_only: bool = False) -> tuple[
     if exact_only and not check.exact:
         reason = "[tuning] bit_exact: its bits are not the default's"
         return replace(described, state="skipped", reason=reason, error=check.error), None
-    return replace(described, state="ok", error=check.error), ready
+    return replace(described, state="ok", error=check.error, binary=trial.binary()), ready
 
 
 def lost_to(candidate: str, error: Exception) -> DeviceLostError:

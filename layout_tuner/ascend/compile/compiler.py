@@ -39,21 +39,22 @@ _COMPILER_OPTIONS: Final = (
 )
 _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "A2": (
-        "--enable-auto-multi-buffer=True",
         "--enable-auto-bind-sub-block=True",
         "--enable-hivm-compile=true",
     ),
-    "A5": ("--enable-auto-multi-buffer=False", "--enable-auto-bind-sub-block=False"),
+    "A5": ("--enable-auto-bind-sub-block=False",),
 }
 _FRONT_END_OPTIONS: Final[Mapping[str, Mapping[str, bool]]] = {
     "A2": {},
     "A5": {
         "compile_on_910_95": True,
-        "multibuffer": False,
         "enable_auto_bind_sub_block": False,
         "enable_select_analysis": True,
     },
 }
+
+# Whether triton-ascend asks for multi-buffering where a kernel does not say.
+_MULTIBUFFER: Final[Mapping[str, bool]] = {"A2": True, "A5": False}
 
 # Signals that a program raises by its own fault; every other one was sent to it.
 _FAULTS: Final = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
@@ -78,6 +79,7 @@ class Request:
         packages: Folder of each package the module may import.
         path: Folders to import other modules from.
         stage: How far to go: `linalg` is the front end's output, `hivm` the compiler's.
+        multibuffer: Whether the compiler buffers what loops load several times; None leaves it to the target.
         options: Extra options of the compiler.
         timeout_s: Limit of one run of the compiler.
     """
@@ -91,6 +93,7 @@ class Request:
     packages: Mapping[str, str] = field(default_factory=dict)
     path: Sequence[str] = ()
     stage: Literal["linalg", "hivm"] = "hivm"
+    multibuffer: bool | None = None
     options: Sequence[str] = ()
     timeout_s: float = 120.0
 
@@ -315,13 +318,19 @@ class Compiler:
 
     def _text(self, request: Request) -> str:
         family = "A5" if self.target.generation == "A5" else "A2"
+        multibuffer = _MULTIBUFFER[family] if request.multibuffer is None else request.multibuffer
         message = {
             **asdict(request),
             "target": self.target.name,
-            "front_end_options": dict(_FRONT_END_OPTIONS[family]),
+            "front_end_options": {**_FRONT_END_OPTIONS[family], "multibuffer": multibuffer},
             "compiler": str(self.toolchain.compiler(self.target)),
             "printer": str(self.toolchain.printer(self.target)),
-            "compiler_options": [*_OPTIONS[family], *_COMPILER_OPTIONS, *request.options],
+            "compiler_options": [
+                f"--enable-auto-multi-buffer={multibuffer}",
+                *_OPTIONS[family],
+                *_COMPILER_OPTIONS,
+                *request.options,
+            ],
             "compiler_version": self.version,
             "revision": _revision(),
             "cache": None if self._cache is None else str(self._cache),

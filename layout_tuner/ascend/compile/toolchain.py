@@ -42,6 +42,8 @@ if spec is not None:
     versions["bin"] = os.path.join(os.path.dirname(spec.origin), "bin")
     for tool in ("bishengir-compile", "bishengir-compile-a5"):
         command = [os.path.join(versions["bin"], tool), "--version"]
+        if not os.path.exists(command[0]):
+            continue  # releases before 1.1.0 know no A5
         print(*command, file=sys.stderr, flush=True)
         run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         versions[tool] = " ".join(run.stdout.split("\\n")[0].split())
@@ -58,7 +60,8 @@ class Toolchain:
         triton_ascend: Version of triton-ascend, the front end.
         ascendnpu_ir: Version of ascendnpu-ir, the package of the compiler.
         folder: Where the compiler's programs are.
-        compilers: Version line of the compiler for A2 and A3 targets, and of the one for A5 targets.
+        compilers: Version line of the compiler for A2 and A3 targets, and of the one for A5 targets; empty where there
+            is none.
     """
 
     python: Path
@@ -68,7 +71,13 @@ class Toolchain:
     compilers: tuple[str, str]
 
     def compiler(self, target: Target) -> Path:
-        """The program that compiles for `target`."""
+        """The program that compiles for `target`.
+
+        Raises:
+            ConfigError: This release has none.
+        """
+        if not self.compilers[target.generation == "A5"]:
+            raise ConfigError(f"ascendnpu-ir {self.ascendnpu_ir} has no compiler for {target.name}")
         return self.folder / ("bishengir-compile-a5" if target.generation == "A5" else "bishengir-compile")
 
     def printer(self, target: Target) -> Path:
@@ -131,7 +140,7 @@ def _probe(python: Path) -> Toolchain:
         triton_ascend=versions["triton-ascend"],
         ascendnpu_ir=versions["ascendnpu-ir"],
         folder=Path(versions["bin"]),
-        compilers=(versions["bishengir-compile"], versions["bishengir-compile-a5"]),
+        compilers=(versions["bishengir-compile"], versions.get("bishengir-compile-a5", "")),
     )
 
 

@@ -14,6 +14,7 @@ from ...spec.registry import register
 
 # The stages, which a chain looks up by name: with their sources it is another chain.
 from .. import bwd_dhu, dqkwg, dv_local, fwd_h, fwd_o, gate, intra, local_cumsum, recompute_w_u, wy_bwd  # noqa: F401
+from .by_reference import ChainByReference
 from .chain import Chain, Gradients
 
 
@@ -113,6 +114,7 @@ SPEC = register(
         offers=lambda variant, key: variant != "fused_forward" or key.form.flag("grad"),
         moves_inputs=False,
         bind=_bind,
+        by_reference=ChainByReference,
         reference=_reference,
         forms={
             "training": "BT=64,beta=float32@STRIDE_HV,g=float32@STRIDE_HV,grad=1",
