@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from layout_tuner.ascend.candidates import CandidateReport, Case, cases_of
-from layout_tuner.ascend.targets import target_named
-from layout_tuner.spec import calls
-from layout_tuner.spec.declaration import SINGLE_BUFFER, OpSpec
-from layout_tuner.spec.keys import Form, Key
-from layout_tuner.spec.layouts import Layout
+from ..spec import calls
+from ..spec.declaration import SINGLE_BUFFER, OpSpec
+from ..spec.keys import Form, Key
+from ..spec.layouts import Layout
+from .candidates import CandidateReport, Case, cases_of
+from .targets import target_named
 
 TARGET: Final = "Ascend910B3"
 OTHER_TARGETS: Final = ("Ascend910_9391", "Ascend950PR_9589")

@@ -227,7 +227,8 @@ def examine_cache(cache: str | None, config: Path | None, json: bool, *, install
         installation: Whether to say first what is wrong with the installation.
     """
     from layout_tuner.cache.sharing.doctor import Finding, examine, examine_server
-    from layout_tuner.installation import faults
+
+    from ..installation import faults
 
     place = stated_path(cache, config)
     findings: list[Finding] = []

@@ -102,7 +102,7 @@ def exit_on_bad_input() -> Iterator[None]:
     except LayoutTunerError as error:
         _fail(str(error), FAILED if failed_at_work(error) else BAD_INPUT)
     except (ImportError, RuntimeError) as error:
-        from layout_tuner.installation import explained
+        from ..installation import explained
 
         told = explained(error)
         if told is None:
@@ -164,7 +164,7 @@ def _output_lost() -> bool:
 
 def failed_at_work(error: Exception) -> bool:
     """Whether what was given could be used, and something failed all the same: a key, a disk, another writer."""
-    from layout_tuner.errors import InstallationError, TuningError
+    from ..errors import InstallationError, TuningError
 
     fault = getattr(error, "fault", None)
     return isinstance(error, (TuningError, InstallationError)) or getattr(fault, "value", "") in ("busy", "read only")

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layout_tuner import __version__
-
+from .. import __version__
 from .common import FAILED, INTERRUPTED, plain, print_json, progress_bar
 
 if TYPE_CHECKING:
-    from layout_tuner.selftest.findings import Finding, Report
+    from ..selftest.findings import Finding, Report
 
 # Of a text that is pasted into an issue.
 COLUMNS = 100
@@ -40,9 +39,8 @@ def selftest(
 
     What might end a process, or its use of the device, runs in one of its own. Exit status 0: all is right.
     """
-    from layout_tuner.config import Config
-    from layout_tuner.selftest.run import selftest as run
-
+    from ..config import Config
+    from ..selftest.run import selftest as run
     from .explain import parse_fields
 
     settings = Config.load(config)

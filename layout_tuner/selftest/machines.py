@@ -8,16 +8,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from layout_tuner import config, installation
 from layout_tuner.cache.filesystem import file_system
 from layout_tuner.cache.places.opening import default_path
 
+from .. import config, installation
 from .findings import REPORT, Finding, State
 
 if TYPE_CHECKING:
     import torch
 
-    from layout_tuner.config import Config
+    from ..config import Config
 
 GIB = 1 << 30
 PACKAGES = ("torch", "torch_npu", "triton", "triton-ascend", "ascendnpu-ir", "numpy", "pybind11", "fla-core")
