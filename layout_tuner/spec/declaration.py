@@ -109,7 +109,9 @@ class OpSpec:
         bind: Builds the launch of a candidate for a problem. The launch takes the operands, then the scalars, then
             `cu_seqlens` and `chunk_indices`, with time-axis operands in the plan's layout, and returns every output.
         reference: The oracle: same operands and options by name, results in the order of `outputs`.
-        forms: Standard forms by name; warm-up tunes these.
+        forms: Standard forms by name; warm-up tunes these where no callers are known.
+        callers: Forms of the libraries that call this op, by `caller/use` (`transformers/training`); warm-up tunes
+            these.
         more_forms: Further forms that tests and the Ascend gate cover.
         unsupported: Reasons an op of its own cannot serve a key, beyond the common ones.
         tolerances: Largest error allowed for an output by name, 16-bit dtypes; fp32 is `numerics.FP32_TOLERANCE`.
@@ -131,6 +133,7 @@ class OpSpec:
     bind: Callable[[Problem, Candidate], Launch]
     reference: Callable[..., object]
     forms: Mapping[str, str]
+    callers: Mapping[str, str] = field(default_factory=dict)
     more_forms: tuple[str, ...] = ()
     unsupported: Callable[[Key], Sequence[str]] = lambda key: ()
     tolerances: Mapping[str, float] = field(default_factory=dict)
@@ -155,7 +158,17 @@ class OpSpec:
     def every_form(self) -> tuple[Form, ...]:
         """Every form that tests and the Ascend gate cover: the standard ones first."""
         more = [Form.parse(text) for text in self.more_forms]
-        return tuple(dict.fromkeys([*self.standard_forms.values(), *more]))
+        return tuple(dict.fromkeys([*self.standard_forms.values(), *self.caller_forms.values(), *more]))
+
+    @functools.cached_property
+    def caller_forms(self) -> Mapping[str, Form]:
+        """The forms of known callers by `caller/use`."""
+        return {name: Form.parse(text) for name, text in self.callers.items()}
+
+    @functools.cached_property
+    def warmed_forms(self) -> tuple[Form, ...]:
+        """The forms that warm-up tunes where it is not told which: what is called, as far as that is known."""
+        return tuple(dict.fromkeys((self.caller_forms or self.standard_forms).values()))
 
     @functools.cached_property
     def gradient_option(self) -> Option | None:
@@ -299,6 +312,17 @@ class OpSpec:
             form=Form(entries),
         )
 
+    def forms_named(self, name: str) -> tuple[Form, ...]:
+        """The forms that a name stands for: a standard form, a caller's (all or one), a use of every caller, or a text.
+
+        Raises:
+            ConfigError: None of these.
+        """
+        called = [form for each, form in self.caller_forms.items() if f"/{name}/" in f"/{each}/"]
+        if name in self.forms:
+            called.insert(0, self.standard_forms[name])
+        return tuple(dict.fromkeys(called)) or (self.form_named(name),)
+
     def form_named(self, name: str) -> Form:
         """The standard form of that name, or the form that the text describes.
 
@@ -307,6 +331,8 @@ class OpSpec:
         """
         if name in self.forms:
             return self.standard_forms[name]
+        if name in self.callers:
+            return self.caller_forms[name]
         if "=" in name:
             form = Form.parse(name)
             faults = self.form_faults(form)
@@ -317,7 +343,7 @@ class OpSpec:
             entries = {each.label: str(each.default) for each in self.options if each.label not in flags}
             entries |= form.entries
             return Form({entry: value for entry, value in entries.items() if flags.get(entry) != value})
-        raise ConfigError(f"{self.name} has no form {name!r} (it has {', '.join(self.forms)})")
+        raise ConfigError(f"{self.name} has no form {name!r} (it has {', '.join([*self.forms, *self.callers])})")
 
     def form_faults(self, form: Form) -> list[str]:
         """What is wrong with the entries of a form: names the op does not have, values no call leads to, gaps."""
