@@ -31,7 +31,11 @@ _on_interrupt(_stop, signal.default_int_handler)
 
 import typer  # noqa: E402
 
-from . import cache, doctor, explain, selftest, show, warmup  # noqa: E402
+<<<<<<< HEAD
+from . import cache, doctor, explain, selftest, shapes, show, warmup  # noqa: E402
+=======
+from . import cache, doctor, explain, shapes, show, warmup  # noqa: E402
+>>>>>>> shapes16
 from .common import exit_on_bad_input, version_option  # noqa: E402
 
 app = typer.Typer(
@@ -44,6 +48,7 @@ app = typer.Typer(
 )
 app.callback()(version_option)
 app.command("warmup")(warmup.warmup)
+app.command("shapes")(shapes.shapes)
 app.command("show")(show.show)
 app.command("explain")(explain.explain)
 app.command("doctor")(doctor.doctor)

@@ -95,31 +95,39 @@ class Problem:
 class OpSpec:
     """An op, declared.
 
-    Attributes:
-        name: Name of the public function.
-        operands: Tensors it takes, the main one first.
-        outputs: Tensors it returns.
-        options: Arguments that select the work.
-        scalars: Arguments that are run-time numbers.
-        layout_groups: Operands (read or written) that share one layout; a plan gives each group one.
-        variants: Kernel variants, the default first.
-        offers: `offers(variant, key)`: whether a variant is a candidate of a key; the default always is.
-        default_variant: The default for a key on a chip, where that is not always the first.
-        moves_inputs: Whether time-axis operands are copied into the plan's layouts ahead of the launch; an op whose
-            kernels read any layout leaves them (only OTHER is copied, to STRIDE_HV).
-        reads_heads: Whether its kernels read whole rows of heads, so that no layout is a strided one to them and the
-            default copies nothing on any device.
-        bind: Builds the launch of a candidate for a problem. The launch takes the operands, then the scalars, then
-            `cu_seqlens` and `chunk_indices`, with time-axis operands in the plan's layout, and returns every output.
-        by_reference: Builds what computes by the oracle from op, problem and options of a call, where its launch is
-            more than a function.
-        reference: The oracle: same operands and options by name, results in the order of `outputs`.
-        forms: Standard forms by name; warm-up tunes these.
-        more_forms: Further forms that the tests and Ascend's matrix cover.
-        unsupported: The op's own reasons why it cannot serve a key, beyond the common ones.
-        tolerances: Largest error allowed for an output by name, 16-bit dtypes; fp32 is `numerics.FP32_TOLERANCE`.
-        term_rms: `term_rms(wanted, **arguments)`: how large the terms are whose sums outputs that can cancel are, by
-            output name; `wanted` are the oracle's results by name.
+        Attributes:
+            name: Name of the public function.
+            operands: Tensors it takes, the main one first.
+            outputs: Tensors it returns.
+            options: Arguments that select the work.
+            scalars: Arguments that are run-time numbers.
+            layout_groups: Operands (read or written) that share one layout; a plan gives each group one.
+            variants: Kernel variants, the default first.
+            offers: `offers(variant, key)`: whether a variant is a candidate of a key; the default always is.
+            default_variant: The default for a key on a chip, where that is not always the first.
+            moves_inputs: Whether time-axis operands are copied into the plan's layouts ahead of the launch; an op whose
+                kernels read any layout leaves them (only OTHER is copied, to STRIDE_HV).
+            reads_heads: Whether its kernels read whole rows of heads, so that no layout is a strided one to them and the
+                default copies nothing on any device.
+            bind: Builds the launch of a candidate for a problem. The launch takes the operands, then the scalars, then
+                `cu_seqlens` and `chunk_indices`, with time-axis operands in the plan's layout, and returns every output.
+            by_reference: Builds what computes by the oracle from op, problem and options of a call, where its launch is
+                more than a function.
+            reference: The oracle: same operands and options by name, results in the order of `outputs`.
+    <<<<<<< HEAD
+            forms: Standard forms by name; warm-up tunes these.
+            more_forms: Further forms that the tests and Ascend's matrix cover.
+            unsupported: The op's own reasons why it cannot serve a key, beyond the common ones.
+    =======
+            forms: Standard forms by name; warm-up tunes these where no callers are known.
+            callers: Forms of the libraries that call this op, by `caller/use` (`transformers/training`); warm-up tunes
+                these.
+            more_forms: Further forms that the tests and Ascend's matrix cover.
+            unsupported: The op's own reasons why it cannot serve a key, beyond the common ones.
+    >>>>>>> shapes16
+            tolerances: Largest error allowed for an output by name, 16-bit dtypes; fp32 is `numerics.FP32_TOLERANCE`.
+            term_rms: `term_rms(wanted, **arguments)`: how large the terms are whose sums outputs that can cancel are, by
+                output name; `wanted` are the oracle's results by name.
     """
 
     name: str
@@ -136,6 +144,7 @@ class OpSpec:
     bind: Callable[[Problem, Candidate], Launch]
     reference: Callable[..., object]
     forms: Mapping[str, str]
+    callers: Mapping[str, str] = field(default_factory=dict)
     more_forms: tuple[str, ...] = ()
     unsupported: Callable[[Key], Sequence[str]] = lambda key: ()
     tolerances: Mapping[str, float] = field(default_factory=dict)
@@ -161,7 +170,17 @@ class OpSpec:
     def every_form(self) -> tuple[Form, ...]:
         """Every form that the tests and Ascend's matrix cover, the standard ones first."""
         more = [Form.parse(text) for text in self.more_forms]
-        return tuple(dict.fromkeys([*self.standard_forms.values(), *more]))
+        return tuple(dict.fromkeys([*self.standard_forms.values(), *self.caller_forms.values(), *more]))
+
+    @functools.cached_property
+    def caller_forms(self) -> Mapping[str, Form]:
+        """The forms of known callers by `caller/use`."""
+        return {name: Form.parse(text) for name, text in self.callers.items()}
+
+    @functools.cached_property
+    def warmed_forms(self) -> tuple[Form, ...]:
+        """The forms that warm-up tunes where it is not told which: what is called, as far as that is known."""
+        return tuple(dict.fromkeys((self.caller_forms or self.standard_forms).values()))
 
     @functools.cached_property
     def gradient_option(self) -> Option | None:
@@ -315,6 +334,17 @@ class OpSpec:
             form=Form(entries),
         )
 
+    def forms_named(self, name: str) -> tuple[Form, ...]:
+        """The forms that a name stands for: a standard form, a caller's (all or one), a use of every caller, or a text.
+
+        Raises:
+            ConfigError: None of these.
+        """
+        called = [form for each, form in self.caller_forms.items() if f"/{name}/" in f"/{each}/"]
+        if name in self.forms:
+            called.insert(0, self.standard_forms[name])
+        return tuple(dict.fromkeys(called)) or (self.form_named(name),)
+
     def form_named(self, name: str) -> Form:
         """The standard form of that name, or the form that the text describes.
 
@@ -323,6 +353,8 @@ class OpSpec:
         """
         if name in self.forms:
             return self.standard_forms[name]
+        if name in self.callers:
+            return self.caller_forms[name]
         if "=" in name:
             form = Form.parse(name)
             faults = self.form_faults(form)
@@ -333,7 +365,7 @@ class OpSpec:
             entries = {each.label: str(each.default) for each in self.options if each.label not in flags}
             entries |= form.entries
             return Form({entry: value for entry, value in entries.items() if flags.get(entry) != value})
-        raise ConfigError(f"{self.name} has no form {name!r} (it has {', '.join(self.forms)})")
+        raise ConfigError(f"{self.name} has no form {name!r} (it has {', '.join([*self.forms, *self.callers])})")
 
     def form_faults(self, form: Form) -> list[str]:
         """What is wrong with the entries of a form: names the op does not have, values no call leads to, gaps."""
