@@ -6,7 +6,8 @@ with it where a head begins:
     stride-HV     ((b * T + t) * HV + h) * D + c
     T-contiguous  ((b * HV + h) * T + t) * D + c
 
-So the address is that of a `[B, T, HV]` tensor times D, plus the channel.
+So the address is that of a `[B, T, HV]` tensor times D, plus the channel. Kernels write the distance of two tokens
+themselves, `D if T_CONTIG else HV * D`: triton-ascend 3.2 takes what a function returns for a value, not a constant.
 """
 
 import triton
@@ -32,13 +33,6 @@ def chunk_start(
     stride: tl.constexpr = time_axis_stride(HV, T_CONTIG)
     first = time_axis_offset(i_b, bos, i_h, T, HV, T_CONTIG) + tl.cast(i_t, tl.int64) * BT * stride
     return p_x + first * D
-
-
-@triton.jit
-def row_stride(HV: tl.constexpr, D: tl.constexpr, T_CONTIG: tl.constexpr):
-    """Elements between two tokens of one head: a compile-time constant, or Ascend loads element by element."""
-    stride: tl.constexpr = time_axis_stride(HV, T_CONTIG) * D
-    return stride
 
 
 @triton.jit

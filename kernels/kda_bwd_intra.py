@@ -23,7 +23,6 @@ from .channels import (
     clear_outside_channels,
     load_channels,
     load_row,
-    row_stride,
     store_channels,
 )
 from .kda_decay import earlier_factor, later_factor, levels, load_references, pairs
@@ -33,7 +32,6 @@ from .time_axis import (
     load_time_axis,
     locate_chunk,
     store_time_axis,
-    time_axis_stride,
 )
 
 
@@ -83,10 +81,10 @@ def chunk_kda_bwd_intra(
         clear_outside_rows(dk_out, cu_seqlens, T, N, HV * K, BK)
         clear_outside_channels(dg_out, cu_seqlens, T, N, HV, K, DG_T_CONTIG, BK)
         clear_outside_time_axis(dbeta_out, cu_seqlens, T, N, HV, DB_T_CONTIG, BT)
-    g_stride: tl.constexpr = row_stride(HV, K, G_T_CONTIG)
-    dg_stride: tl.constexpr = row_stride(HV, K, DG_T_CONTIG)
-    beta_stride: tl.constexpr = time_axis_stride(HV, BETA_T_CONTIG)
-    db_stride: tl.constexpr = time_axis_stride(HV, DB_T_CONTIG)
+    g_stride: tl.constexpr = K if G_T_CONTIG else HV * K
+    dg_stride: tl.constexpr = K if DG_T_CONTIG else HV * K
+    beta_stride: tl.constexpr = 1 if BETA_T_CONTIG else HV
+    db_stride: tl.constexpr = 1 if DB_T_CONTIG else HV
     o_r = tl.arange(0, 16)
     o_s = tl.arange(0, BT)
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
@@ -158,13 +156,13 @@ def chunk_kda_bwd_intra(
                     b_Gc = load_row(p_g, begin + i_c, tokens, o_k, K, g_stride)
                     m_c = m_t & (o_r > i_c)
                     b_D = tl.exp2(tl.where(m_c[:, None], b_G - b_Gc[None, :], 0.0))
-                    b_c = tl.where(o_r == i_c, 1.0, 0.0)
-                    b_dAc = tl.sum(b_dA * b_c[None, :], axis=1)[:, None]
-                    b_dMc = tl.sum(b_dM * b_c[None, :], axis=1)[:, None]
+                    b_one = tl.where(o_r == i_c, 1.0, 0.0)
+                    b_dAc = tl.sum(b_dA * b_one[None, :], axis=1)[:, None]
+                    b_dMc = tl.sum(b_dM * b_one[None, :], axis=1)[:, None]
                     b_a += b_dAc * b_kc[None, :] * b_D
                     b_row += b_dMc * b_kc[None, :] * b_D
                     b_D *= b_dAc * b_q + b_dMc * b_beta[:, None] * b_k
-                    b_col += b_c[:, None] * tl.sum(b_D, axis=0)[None, :]
+                    b_col += b_one[:, None] * tl.sum(b_D, axis=0)[None, :]
             else:
                 for level in tl.static_range(levels(DIAGONAL)):
                     b_R = load_references(p_g, i_s, o_k, tokens, level, K, g_stride, DIAGONAL)

@@ -9,7 +9,7 @@ a computed tile is then the right operand of each, and Triton 3.4 to 3.7.0 on Ho
 import triton
 import triton.language as tl
 
-from .channels import chunk_start, load_channels, row_stride, store_channels
+from .channels import chunk_start, load_channels, store_channels
 from .state import load_state, state_offset
 from .time_axis import clear_outside_rows, locate_chunk
 
@@ -48,7 +48,7 @@ def chunk_gla_fwd_o_gk(
     if IS_VARLEN:
         clear_outside_rows(o, cu_seqlens, T, N, HV * V, BV)
     NV: tl.constexpr = (V + BV - 1) // BV
-    g_stride: tl.constexpr = row_stride(HV, K, G_T_CONTIG)
+    g_stride: tl.constexpr = K if G_T_CONTIG else HV * K
     o_t = tl.arange(0, BT)
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
         i_ch = i_task // NV

@@ -18,7 +18,7 @@ without atomics; whoever launches adds those rows.
 import triton
 import triton.language as tl
 
-from .channels import chunk_start, clear_outside_channels, load_channels, row_stride, store_channels
+from .channels import chunk_start, clear_outside_channels, load_channels, store_channels
 from .gate import _softplus as softplus
 from .gate import sigmoid
 from .local_cumsum import RESET, bounded
@@ -119,8 +119,8 @@ def kda_gate_chunk_cumsum(
     if IS_VARLEN:
         clear_outside_channels(out, cu_seqlens, T, N, HV, K, OUT_T_CONTIG, BK)
     NK: tl.constexpr = (K + BK - 1) // BK
-    g_stride: tl.constexpr = row_stride(HV, K, G_T_CONTIG)
-    out_stride: tl.constexpr = row_stride(HV, K, OUT_T_CONTIG)
+    g_stride: tl.constexpr = K if G_T_CONTIG else HV * K
+    out_stride: tl.constexpr = K if OUT_T_CONTIG else HV * K
     o_t = tl.arange(0, BT)
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
         i_ch = i_task // NK
@@ -184,9 +184,9 @@ def kda_gate_bwd(
     cdiv(K, BK). With RESETS nothing flows through a gate below RESET.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
-    g_stride: tl.constexpr = row_stride(HV, K, G_T_CONTIG)
-    dgate_stride: tl.constexpr = row_stride(HV, K, DGATE_T_CONTIG)
-    dg_stride: tl.constexpr = row_stride(HV, K, DG_T_CONTIG)
+    g_stride: tl.constexpr = K if G_T_CONTIG else HV * K
+    dgate_stride: tl.constexpr = K if DGATE_T_CONTIG else HV * K
+    dg_stride: tl.constexpr = K if DG_T_CONTIG else HV * K
     o_t = tl.arange(0, BT)
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
         i_h = i_task // NK % HV

@@ -11,9 +11,9 @@ reference, which makes both factors at most 1, and among each other as `kda_deca
 import triton
 import triton.language as tl
 
-from .channels import chunk_start, load_channels, load_row, row_stride
+from .channels import chunk_start, load_channels, load_row
 from .kda_decay import as_factor, earlier_factor, later_factor, levels, load_references, pairs
-from .time_axis import clear_outside_rows, load_time_axis, locate_chunk, time_axis_stride
+from .time_axis import clear_outside_rows, load_time_axis, locate_chunk
 
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "TASKS"])
@@ -47,7 +47,7 @@ def chunk_kda_scores(
     """
     if IS_VARLEN:
         clear_outside_rows(Aqk, cu_seqlens, T, N, HV * BT, BT)
-    g_stride: tl.constexpr = row_stride(HV, K, G_T_CONTIG)
+    g_stride: tl.constexpr = K if G_T_CONTIG else HV * K
     dtype: tl.constexpr = k.dtype.element_ty
     o_r = tl.arange(0, 16)
     o_s = tl.arange(0, BT)
@@ -91,9 +91,9 @@ def chunk_kda_scores(
                     b_Gc = load_row(p_g, i_s * 16 + i_c, tokens, o_k, K, g_stride)
                     m_c = m_t & (o_r >= i_c)
                     b_kc = tl.exp2(tl.where(m_c[:, None], b_G - b_Gc[None, :], 0.0)) * b_kc[None, :]
-                    b_c = tl.where(o_r == i_c, 1.0, 0.0)[None, :]
-                    b_Aqk += tl.sum(b_q * b_kc, axis=1)[:, None] * b_c
-                    b_M += tl.sum(b_k * b_kc, axis=1)[:, None] * b_c
+                    b_one = tl.where(o_r == i_c, 1.0, 0.0)[None, :]
+                    b_Aqk += tl.sum(b_q * b_kc, axis=1)[:, None] * b_one
+                    b_M += tl.sum(b_k * b_kc, axis=1)[:, None] * b_one
             else:
                 m_same = o_r[:, None] == o_r[None, :]
                 b_Aqk += tl.where(m_same, tl.dot(b_q_in, tl.trans(b_k_in), input_precision=DOT_PRECISION), 0.0)
@@ -108,7 +108,7 @@ def chunk_kda_scores(
                     b_Aqk += tl.where(m_pair, tl.dot(b_qt, b_ks, input_precision=DOT_PRECISION), 0.0)
                     b_M += tl.where(m_pair, tl.dot(b_kt, b_ks, input_precision=DOT_PRECISION), 0.0)
 
-        beta_stride: tl.constexpr = time_axis_stride(HV, BETA_T_CONTIG)
+        beta_stride: tl.constexpr = 1 if BETA_T_CONTIG else HV
         b_beta = load_time_axis(p_beta + i_s * 16 * beta_stride, o_r, m_t, HV, BETA_T_CONTIG).to(tl.float32)[:, None]
         p_Aqk = Aqk + (first * HV + i_h) * BT
         p_M = M + (first * HV + i_h) * BT

@@ -8,7 +8,7 @@ One task is one chunk of one value head.
 import triton
 import triton.language as tl
 
-from .channels import chunk_start, load_channels, load_row, row_stride, store_channels
+from .channels import chunk_start, load_channels, load_row, store_channels
 from .time_axis import clear_outside_rows, load_time_axis, locate_chunk
 
 
@@ -53,7 +53,7 @@ def recompute_w_u_fwd_kda(
         clear_outside_rows(u, cu_seqlens, T, N, HV * V, BV)
         if STORE_QG:
             clear_outside_rows(qg, cu_seqlens, T, N, HV * K, BK)
-    g_stride: tl.constexpr = row_stride(HV, K, G_T_CONTIG)
+    g_stride: tl.constexpr = K if G_T_CONTIG else HV * K
     o_t = tl.arange(0, BT)
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
         i_h = i_task % HV

@@ -18,7 +18,7 @@ Sums over tokens and channels are products, which add in one order whatever the 
 import triton
 import triton.language as tl
 
-from .channels import chunk_start, clear_outside_channels, load_channels, load_row, row_stride, store_channels
+from .channels import chunk_start, clear_outside_channels, load_channels, load_row, store_channels
 from .kda_gate import column_sums
 from .state import load_state, state_offset
 from .time_axis import (
@@ -87,8 +87,8 @@ def chunk_kda_bwd_wy_dqkg_fused(
         clear_outside_rows(dM, cu_seqlens, T, N, HV * BT, BT)
         clear_outside_channels(dg, cu_seqlens, T, N, HV, K, DG_T_CONTIG, BK)
         clear_outside_time_axis(dbeta, cu_seqlens, T, N, HV, DB_T_CONTIG, BT)
-    g_stride: tl.constexpr = row_stride(HV, K, G_T_CONTIG)
-    dg_stride: tl.constexpr = row_stride(HV, K, DG_T_CONTIG)
+    g_stride: tl.constexpr = K if G_T_CONTIG else HV * K
+    dg_stride: tl.constexpr = K if DG_T_CONTIG else HV * K
     o_t = tl.arange(0, BT)
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
         i_c = i_task // HV

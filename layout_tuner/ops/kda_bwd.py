@@ -316,7 +316,7 @@ SPEC = register(
         variants=("full",),
         bind=_bind,
         reference=reference.chunk_kda_bwd_wy_dqkg_fused,
-        term_rms=reference.chunk_kda_bwd_wy_dqkg_fused_term_rms,
+        term_rms=lambda wanted, **named: reference.chunk_kda_bwd_wy_dqkg_fused_term_rms(**named),
         forms={"training": "BT=64,beta=float32@STRIDE_HV,g=float32@STRIDE_HV"},
         more_forms=(
             "BT=64,beta=float32@OTHER,g=float32@OTHER,state_v_first=1",
