@@ -25,7 +25,7 @@ from .channels import (
     load_row,
     store_channels,
 )
-from .kda_decay import earlier_factor, later_factor, levels, load_references, pairs
+from .kda_decay import earlier_factor, later_factor, load_references, pairs
 from .time_axis import (
     clear_outside_rows,
     clear_outside_time_axis,
@@ -85,6 +85,7 @@ def chunk_kda_bwd_intra(
     dg_stride: tl.constexpr = K if DG_T_CONTIG else HV * K
     beta_stride: tl.constexpr = 1 if BETA_T_CONTIG else HV
     db_stride: tl.constexpr = 1 if DB_T_CONTIG else HV
+    LEVELS: tl.constexpr = 4 if DIAGONAL == "halves" else 1
     o_r = tl.arange(0, 16)
     o_s = tl.arange(0, BT)
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
@@ -128,10 +129,10 @@ def chunk_kda_bwd_intra(
                 b_x = load_channels(k + head, o_s, o_k, m_past, K, H * K).to(tl.float32)
                 b_Gx = load_channels(p_g, o_s, o_k, m_past, K, g_stride).to(tl.float32)
                 b_x *= tl.exp2(tl.where(m_past[:, None], b_R - b_Gx, 0.0))
-                o_A = o_t[:, None] * (HV * BT) + o_s[None, :]
-                m_A = m_t[:, None] & m_past[None, :]
-                b_dAx = tl.load(dA + row * BT + o_A, mask=m_A, other=0.0).to(tl.float32)
-                b_dMx = tl.load(dM + row * BT + o_A, mask=m_A, other=0.0).to(tl.float32)
+                o_x = o_t[:, None] * (HV * BT) + o_s[None, :]
+                m_x = m_t[:, None] & m_past[None, :]
+                b_dAx = tl.load(dA + row * BT + o_x, mask=m_x, other=0.0).to(tl.float32)
+                b_dMx = tl.load(dM + row * BT + o_x, mask=m_x, other=0.0).to(tl.float32)
                 b_gate = tl.exp2(tl.where(m_t[:, None], b_G - b_R, 0.0))
                 b_a += tl.dot(b_dAx, b_x, input_precision=DOT_PRECISION) * b_gate
                 b_row += tl.dot(b_dMx, b_x, input_precision=DOT_PRECISION) * b_gate
@@ -142,10 +143,10 @@ def chunk_kda_bwd_intra(
                 b_Gx = load_channels(p_g, o_s, o_k, m_next, K, g_stride).to(tl.float32)
                 b_Gx = tl.exp2(tl.where(m_next[:, None], b_Gx - b_R, 0.0))
                 b_next = load_time_axis(p_beta, o_s, m_next, HV, BETA_T_CONTIG).to(tl.float32)
-                o_A = o_s[:, None] * (HV * BT) + o_t[None, :]
-                m_A = m_next[:, None] & m_t[None, :]
-                b_dAx = tl.load(dA + row * BT + o_A, mask=m_A, other=0.0).to(tl.float32)
-                b_dMx = tl.load(dM + row * BT + o_A, mask=m_A, other=0.0).to(tl.float32)
+                o_x = o_s[:, None] * (HV * BT) + o_t[None, :]
+                m_x = m_next[:, None] & m_t[None, :]
+                b_dAx = tl.load(dA + row * BT + o_x, mask=m_x, other=0.0).to(tl.float32)
+                b_dMx = tl.load(dM + row * BT + o_x, mask=m_x, other=0.0).to(tl.float32)
                 b_c = tl.dot(tl.trans(b_dAx), b_y * b_Gx, input_precision=DOT_PRECISION)
                 b_c += tl.dot(tl.trans(b_dMx), b_x * b_Gx * b_next[:, None], input_precision=DOT_PRECISION)
                 b_col += b_c * tl.exp2(tl.where(m_t[:, None], b_R - b_G, 0.0))
@@ -164,7 +165,7 @@ def chunk_kda_bwd_intra(
                     b_D *= b_dAc * b_q + b_dMc * b_beta[:, None] * b_k
                     b_col += b_one[:, None] * tl.sum(b_D, axis=0)[None, :]
             else:
-                for level in tl.static_range(levels(DIAGONAL)):
+                for level in tl.static_range(LEVELS):
                     b_R = load_references(p_g, i_s, o_k, tokens, level, K, g_stride, DIAGONAL)
                     b_later = later_factor(b_G, b_R, m_t, level, DIAGONAL)
                     b_earlier = earlier_factor(b_G, b_R, m_t, level, DIAGONAL)

@@ -24,13 +24,6 @@ SHIFT = tl.constexpr(54.0)
 
 
 @triton.jit
-def levels(DIAGONAL: tl.constexpr):
-    """Products that cover 16 rows."""
-    number: tl.constexpr = 4 if DIAGONAL == "halves" else 1
-    return number
-
-
-@triton.jit
 def load_references(
     p_g,
     i_s,

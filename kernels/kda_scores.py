@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .channels import chunk_start, load_channels, load_row
-from .kda_decay import as_factor, earlier_factor, later_factor, levels, load_references, pairs
+from .kda_decay import as_factor, earlier_factor, later_factor, load_references, pairs
 from .time_axis import clear_outside_rows, load_time_axis, locate_chunk
 
 
@@ -49,6 +49,7 @@ def chunk_kda_scores(
         clear_outside_rows(Aqk, cu_seqlens, T, N, HV * BT, BT)
     g_stride: tl.constexpr = K if G_T_CONTIG else HV * K
     dtype: tl.constexpr = k.dtype.element_ty
+    LEVELS: tl.constexpr = 4 if DIAGONAL == "halves" else 1
     o_r = tl.arange(0, 16)
     o_s = tl.arange(0, BT)
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
@@ -97,7 +98,7 @@ def chunk_kda_scores(
             else:
                 m_same = o_r[:, None] == o_r[None, :]
                 b_Aqk += tl.where(m_same, tl.dot(b_q_in, tl.trans(b_k_in), input_precision=DOT_PRECISION), 0.0)
-                for level in tl.static_range(levels(DIAGONAL)):
+                for level in tl.static_range(LEVELS):
                     b_R = load_references(p_g, i_s, o_k, tokens, level, K, g_stride, DIAGONAL)
                     b_later = later_factor(b_G, b_R, m_t, level, DIAGONAL)
                     b_ks = b_k * earlier_factor(b_G, b_R, m_t, level, DIAGONAL)
