@@ -100,19 +100,21 @@ def chunk_kda_bwd_intra(
         o_t = begin + o_r
         m_t = o_t < tokens
         m_past = o_s < tl.minimum(begin, tokens)
-        m_next = (o_s >= begin + 16) & (o_s < tokens)
+        o_next = begin + 16 + o_s
+        m_next = o_next < tokens
         head = (first * H + i_h // (HV // H)) * K
         p_g = chunk_start(g, i_b, i_t, bos, i_h, T, HV, K, BT, G_T_CONTIG)
         p_dg = chunk_start(dg, i_b, i_t, bos, i_h, T, HV, K, BT, DG_T_CONTIG)
         p_dg_out = chunk_start(dg_out, i_b, i_t, bos, i_h, T, HV, K, BT, DG_T_CONTIG)
         p_beta = chunk_start(beta, i_b, i_t, bos, i_h, T, HV, 1, BT, BETA_T_CONTIG)
         b_beta = load_time_axis(p_beta + begin * beta_stride, o_r, m_t, HV, BETA_T_CONTIG).to(tl.float32)
-        m_lower = m_t[:, None] & (o_r[:, None] > o_r[None, :])
         o_A = o_t[:, None] * (HV * BT) + begin + o_r[None, :]
-        b_dA = tl.load(dA + row * BT + o_A, mask=m_lower, other=0.0).to(tl.float32)
-        b_dM = tl.load(dM + row * BT + o_A, mask=m_lower, other=0.0).to(tl.float32)
-        m_same = m_t[:, None] & (o_r[:, None] == o_r[None, :])
-        b_own = tl.sum(tl.load(dA + row * BT + o_A, mask=m_same, other=0.0).to(tl.float32), axis=1)
+        # Whole rows are loaded and the rest selected: Ascend's compiler takes masks of rectangles only.
+        b_dA = tl.load(dA + row * BT + o_A, mask=m_t[:, None], other=0.0).to(tl.float32)
+        b_dM = tl.load(dM + row * BT + o_A, mask=m_t[:, None], other=0.0).to(tl.float32)
+        b_own = tl.sum(tl.where(o_r[:, None] == o_r[None, :], b_dA, 0.0), axis=1)
+        b_dA = tl.where(o_r[:, None] > o_r[None, :], b_dA, 0.0)
+        b_dM = tl.where(o_r[:, None] > o_r[None, :], b_dM, 0.0)
 
         b_db = tl.zeros([16, 16], dtype=tl.float32)
         for i_k in range(0, K, BK):
@@ -138,12 +140,12 @@ def chunk_kda_bwd_intra(
                 b_row += tl.dot(b_dMx, b_x, input_precision=DOT_PRECISION) * b_gate
                 # The rows after it.
                 b_R = load_row(p_g, tl.minimum(begin + 15, tokens - 1), tokens, o_k, K, g_stride)[None, :]
-                b_x = load_channels(k + head, o_s, o_k, m_next, K, H * K).to(tl.float32)
-                b_y = load_channels(q + head, o_s, o_k, m_next, K, H * K).to(tl.float32)
-                b_Gx = load_channels(p_g, o_s, o_k, m_next, K, g_stride).to(tl.float32)
+                b_x = load_channels(k + head, o_next, o_k, m_next, K, H * K).to(tl.float32)
+                b_y = load_channels(q + head, o_next, o_k, m_next, K, H * K).to(tl.float32)
+                b_Gx = load_channels(p_g, o_next, o_k, m_next, K, g_stride).to(tl.float32)
                 b_Gx = tl.exp2(tl.where(m_next[:, None], b_Gx - b_R, 0.0))
-                b_next = load_time_axis(p_beta, o_s, m_next, HV, BETA_T_CONTIG).to(tl.float32)
-                o_x = o_s[:, None] * (HV * BT) + o_t[None, :]
+                b_next = load_time_axis(p_beta, o_next, m_next, HV, BETA_T_CONTIG).to(tl.float32)
+                o_x = o_next[:, None] * (HV * BT) + o_t[None, :]
                 m_x = m_next[:, None] & m_t[None, :]
                 b_dAx = tl.load(dA + row * BT + o_x, mask=m_x, other=0.0).to(tl.float32)
                 b_dMx = tl.load(dM + row * BT + o_x, mask=m_x, other=0.0).to(tl.float32)

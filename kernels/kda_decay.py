@@ -35,15 +35,16 @@ def load_references(
     DIAGONAL: tl.constexpr,
 ):
     """The gate's rows R for the 16 rows of strip `i_s`, `[16, channels]`, of a chunk of `tokens` tokens."""
-    o_r = tl.arange(0, 16)
     if DIAGONAL == "halves":
-        o_ref = (((o_r >> (level + 1)) << (level + 1)) + (1 << level)) + i_s * 16
+        o_r = tl.arange(0, 16)
         # Where the later half has no token there is no t.
-        o_ref = tl.minimum(o_ref, tokens - 1)
+        o_ref = tl.minimum(i_s * 16 + ((o_r >> (level + 1)) << (level + 1)) + (1 << level), tokens - 1)
+        m_ref = (o_ref >= i_s * 16)[:, None] & (o_c < K)[None, :]
+        b_R = tl.load(p_g + o_ref[:, None] * STRIDE + o_c[None, :], mask=m_ref, other=0.0).to(tl.float32)
     else:
-        o_ref = o_r * 0 + i_s * 16
-    m_ref = ((o_r >= 0) & (i_s * 16 < tokens))[:, None] & (o_c < K)[None, :]
-    return tl.load(p_g + o_ref[:, None] * STRIDE + o_c[None, :], mask=m_ref, other=0.0).to(tl.float32)
+        b_R = tl.load(p_g + i_s * 16 * STRIDE + o_c, mask=(o_c < K) & (i_s * 16 < tokens), other=0.0)
+        b_R = tl.broadcast_to(b_R.to(tl.float32)[None, :], [16, o_c.shape[0]])
+    return b_R
 
 
 @triton.jit

@@ -119,9 +119,12 @@ def chunk_kda_scores(
         tl.store(p_Aqk + o_A, b_Aqk.to(Aqk.dtype.element_ty), mask=m_t[:, None])
         tl.store(p_M + o_A, b_M, mask=m_t[:, None])
         if BT > 16:
-            b_q_past = tl.where((o_s < i_s * 16)[None, :], b_q_past * scale, 0.0)
-            b_k_past = tl.where((o_s < i_s * 16)[None, :], b_k_past * b_beta, 0.0)
-            m_A = m_t[:, None] & ((o_s < i_s * 16) | (o_s >= i_s * 16 + 16))[None, :]
             o_A = o_t[:, None] * (HV * BT) + o_s[None, :]
-            tl.store(p_Aqk + o_A, b_q_past.to(Aqk.dtype.element_ty), mask=m_A)
-            tl.store(p_M + o_A, b_k_past, mask=m_A)
+            m_A = m_t[:, None] & (o_s < i_s * 16)[None, :]
+            tl.store(p_Aqk + o_A, (b_q_past * scale).to(Aqk.dtype.element_ty), mask=m_A)
+            tl.store(p_M + o_A, b_k_past * b_beta, mask=m_A)
+            # Above the diagonal, counted from the first column there: Ascend's compiler takes masks of prefixes only.
+            o_A += i_s * 16 + 16
+            m_A = m_t[:, None] & (o_s < BT - 16 - i_s * 16)[None, :]
+            tl.store(p_Aqk + o_A, tl.zeros([16, BT], dtype=Aqk.dtype.element_ty), mask=m_A)
+            tl.store(p_M + o_A, tl.zeros([16, BT], dtype=tl.float32), mask=m_A)
