@@ -155,17 +155,20 @@ def chunk_kda_bwd_intra(
             # The strip itself.
             if DIAGONAL == "columns":
                 for i_c in range(0, tl.minimum(16, tokens - begin)):
-                    b_kc = load_row(k + head, begin + i_c, tokens, o_k, K, H * K)
-                    b_Gc = load_row(p_g, begin + i_c, tokens, o_k, K, g_stride)
-                    m_c = m_t & (o_r > i_c)
-                    b_D = tl.exp2(tl.where(m_c[:, None], b_G - b_Gc[None, :], 0.0))
+                    # Row i_c as the earlier one of every pair, then as the later one.
+                    b_kc = load_row(k + head, begin + i_c, tokens, o_k, K, H * K)[None, :]
+                    b_qc = load_row(q + head, begin + i_c, tokens, o_k, K, H * K)[None, :]
+                    b_Gc = load_row(p_g, begin + i_c, tokens, o_k, K, g_stride)[None, :]
                     b_one = tl.where(o_r == i_c, 1.0, 0.0)
-                    b_dAc = tl.sum(b_dA * b_one[None, :], axis=1)[:, None]
-                    b_dMc = tl.sum(b_dM * b_one[None, :], axis=1)[:, None]
-                    b_a += b_dAc * b_kc[None, :] * b_D
-                    b_row += b_dMc * b_kc[None, :] * b_D
-                    b_D *= b_dAc * b_q + b_dMc * b_beta[:, None] * b_k
-                    b_col += b_one[:, None] * tl.sum(b_D, axis=0)[None, :]
+                    b_D = b_kc * tl.exp2(tl.where((m_t & (o_r > i_c))[:, None], b_G - b_Gc, 0.0))
+                    b_a += tl.sum(b_dA * b_one[None, :], axis=1)[:, None] * b_D
+                    b_row += tl.sum(b_dM * b_one[None, :], axis=1)[:, None] * b_D
+                    b_D = tl.exp2(tl.where((o_r < i_c)[:, None], b_Gc - b_G, 0.0))
+                    p_row = row * BT + (begin + i_c) * (HV * BT) + begin
+                    b_dAc = tl.load(dA + p_row + o_r, mask=o_r < i_c, other=0.0).to(tl.float32)[:, None]
+                    b_dMc = tl.load(dM + p_row + o_r, mask=o_r < i_c, other=0.0).to(tl.float32)[:, None]
+                    b_betac = tl.load(p_beta + (begin + i_c) * beta_stride).to(tl.float32)
+                    b_col += (b_dAc * b_qc + b_dMc * (b_kc * b_betac)) * b_D
             else:
                 for level in tl.static_range(LEVELS):
                     b_R = load_references(p_g, i_s, o_k, tokens, level, K, g_stride, DIAGONAL)
