@@ -35,6 +35,7 @@ from .gated_delta_rule import (
     gated_delta_rule_recurrence,
 )
 from .intra import chunk_gated_delta_rule_fwd_intra
+from .kda import KdaGradients, chunk_kda, chunk_kda_bwd, kda_recurrence
 from .kda_backward import (
     chunk_kda_bwd_dAv,
     chunk_kda_bwd_intra,
@@ -52,6 +53,7 @@ from .wy_bwd import prepare_wy_repr_bwd, prepare_wy_repr_bwd_term_rms
 
 __all__ = [
     "ChainGradients",
+    "KdaGradients",
     "chunk_bwd_dqkwg",
     "chunk_bwd_dqkwg_term_rms",
     "chunk_bwd_dv_local",
@@ -62,6 +64,8 @@ __all__ = [
     "chunk_gated_delta_rule_fwd_h",
     "chunk_gated_delta_rule_fwd_intra",
     "chunk_gla_fwd_o_gk",
+    "chunk_kda",
+    "chunk_kda_bwd",
     "chunk_kda_bwd_dAv",
     "chunk_kda_bwd_intra",
     "chunk_kda_bwd_wy_dqkg_fused",
@@ -78,6 +82,7 @@ __all__ = [
     "kda_gate_bwd_term_rms",
     "kda_gate_chunk_cumsum",
     "kda_gate_fwd",
+    "kda_recurrence",
     "prepare_chunk_indices",
     "prepare_chunk_offsets",
     "prepare_wy_repr_bwd",

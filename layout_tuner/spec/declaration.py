@@ -147,6 +147,13 @@ class OpSpec:
         return tuple(itertools.chain.from_iterable(self.layout_groups))
 
     @functools.cached_property
+    def with_channels(self) -> tuple[str, ...]:
+        """Names of the time-axis tensors `[B, T, HV, C]`."""
+        tensors = [(operand.name, operand.time_axis, operand.dims.split()) for operand in self.operands]
+        tensors += [(output.name, output.time_axis, self.shape_of(output)) for output in self.outputs]
+        return tuple(name for name, time_axis, dims in tensors if time_axis and len(dims) > 3)
+
+    @functools.cached_property
     def standard_forms(self) -> Mapping[str, Form]:
         """The standard forms by name."""
         return {name: Form.parse(text) for name, text in self.forms.items()}
@@ -244,6 +251,7 @@ class OpSpec:
         form = key.form
         present = {operand.name for operand in self.operands if operand.time_axis and operand.name in form}
         present |= {out.name for out in self.outputs if out.time_axis and (not out.needs or out.needs in form)}
+        as_they_lie = {operand.name for operand in self.operands if operand.as_it_lies}
         groups = [tuple(name for name in group if name in present) for group in self.layout_groups]
         groups = [group for group in groups if group]
         choices: list[tuple[Layout, ...]] = []
@@ -253,6 +261,8 @@ class OpSpec:
                 choices.append((Layout.STRIDE_HV,))
             elif Layout.T_CONTIG in arrives:
                 choices.append((Layout.T_CONTIG,))
+            elif as_they_lie.issuperset(group):
+                choices.append((Layout.STRIDE_HV,))
             else:
                 choices.append((Layout.STRIDE_HV, Layout.T_CONTIG))
         return tuple(
@@ -265,9 +275,15 @@ class OpSpec:
         return candidates_of(self, key, self.revision)
 
     def default(self, key: Key, chip: Chip) -> Candidate:
-        """What runs where nothing was measured: T_CONTIG on an NPU (the published fix), STRIDE_HV elsewhere."""
+        """What runs where nothing was measured: T_CONTIG on an NPU (the published fix), STRIDE_HV elsewhere.
+
+        Tensors with channels stay as they arrive: a token's channels lie together in both layouts, and a copy moves as
+        many times more.
+        """
         plans = self.plans(key)
         published_fix = chip.kind == "npu" and not self.reads_heads
+        if published_fix and self.with_channels:
+            plans = tuple(p for p in plans if all(p[name] is plans[0][name] for name in self.with_channels))
         variant = self.default_variant(key, chip) if self.default_variant else self.variants[0]
         return Candidate(variant=variant, plan=plans[-1] if published_fix else plans[0], revision=self.revision)
 
