@@ -54,11 +54,12 @@ def test_the_chunked_oracles_are_the_recurrence(case: Case) -> None:
             assert numerics.error(ours, wanted[name]) < 1e-12, name
 
 
-@pytest.mark.parametrize("lower_bound", [None, -5.0])
-@pytest.mark.parametrize("given", [("A_log", "dt_bias"), ("A_log",), ("dt_bias",), ()], ids=str)
+GIVEN = [(("A_log", "dt_bias"), None), (("A_log",), None)]
+GIVEN += [(given, -5.0) for given in (("A_log", "dt_bias"), ("A_log",), ("dt_bias",), ())]
+
+
+@pytest.mark.parametrize(("given", "lower_bound"), GIVEN)
 def test_the_gate_s_oracle_has_the_gradients_of_autograd(given: tuple[str, ...], lower_bound: float | None) -> None:
-    if lower_bound is None and "A_log" not in given:
-        pytest.skip("a gate without a bound needs a rate")
     torch.manual_seed(0)
     g, dyg = torch.randn(2, 5, 3, 4, dtype=F64, requires_grad=True), torch.randn(2, 5, 3, 4, dtype=F64)
     named = {"A_log": torch.randn(1, 3, 1, dtype=F64), "dt_bias": torch.randn(12, dtype=F64)}
@@ -175,8 +176,9 @@ def test_a_smaller_loss_scales_every_gradient_bit_for_bit(safe_gate: bool, devic
     stages = Stages(case=case, safe_gate=safe_gate)
     stages.forward(**x)
     small = {name: x[name] * 2.0**-20 for name in ("do", "dht")}
-    for name, ours in stages.backward(**x).items():
-        assert numerics.identical(ours * 2.0**-20, stages.backward(**{**x, **small})[name]), name
+    large, scaled = stages.backward(**x), stages.backward(**{**x, **small})
+    for name, ours in large.items():
+        assert numerics.identical(ours * 2.0**-20, scaled[name]), name
 
 
 def scores(case: Case, x: dict[str, torch.Tensor | None], name: str):  # type: ignore[no-untyped-def]

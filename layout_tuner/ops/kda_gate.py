@@ -158,7 +158,7 @@ class _FusedGate(torch.autograd.Function):
         lower_bound: float | None,
         output_dtype: torch.dtype | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(g, A_log, dt_bias)
+        ctx.save_for_backward(g, A_log, dt_bias)  # type: ignore[arg-type]
         ctx.lower_bound = lower_bound  # type: ignore[attr-defined]
         return kda_gate_fwd(g, A_log, dt_bias, lower_bound, output_dtype)
 

@@ -195,5 +195,5 @@ def chunk_kda_bwd(
         q, k, G, beta, dAqk, dAkk, dq, dk, db, dG, cu, chunk_size=BT, compute_dtype=dtype
     )
     dg = chunk_local_cumsum(dG, BT, True, None, cu, compute_dtype=dtype)
-    dq, dk = (x.unflatten(2, (q.shape[2], -1)).sum(3) for x in (dq, dk))
+    dq, dk = (x.reshape(*x.shape[:2], q.shape[2], -1, x.shape[3]).sum(3) for x in (dq, dk))
     return KdaGradients(dq, dk, dv, dg.where(g.to(dtype) >= RESET, 0.0), db, dh0)
