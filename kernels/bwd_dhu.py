@@ -13,6 +13,7 @@ the chunks of a sequence, parallel over sequences, value heads and tiles of V.
 import triton
 import triton.language as tl
 
+from .channels import load_row
 from .state import first_state, load_rows, locate_walk, state_offset, store_state
 from .time_axis import chunk_pointer, clear_outside_rows, load_token, load_tokens
 
@@ -50,6 +51,7 @@ def chunk_gated_delta_rule_bwd_dhu(
     STORE_INITIAL_STATE_GRADIENT: tl.constexpr,
     STATE_V_FIRST: tl.constexpr,
     G_T_CONTIG: tl.constexpr,
+    GK_T_CONTIG: tl.constexpr,
     IS_VARLEN: tl.constexpr,
     PREFETCH: tl.constexpr,
     JOIN_PRODUCTS: tl.constexpr,
@@ -58,7 +60,7 @@ def chunk_gated_delta_rule_bwd_dhu(
     """One task walks one sequence at one value head and one tile of V; the tile `[BK, BV]` of dS never leaves the chip.
 
     q, k `[B, T, H, K]`, w `[B, T, HV, K]`, do, dv `[B, T, HV, V]`, g `[B, T, HV]` and gk `[B, T, HV, K]` (base 2,
-    cumulative in the chunk; g in either layout), dht `[N, HV, K, V]`; writes dh `[B, NT, HV, K, V]`,
+    cumulative in the chunk; each in either layout), dht `[N, HV, K, V]`; writes dh `[B, NT, HV, K, V]`,
     dv2 `[B, T, HV, V]`, dh0 `[N, HV, K, V]`. States are `[..., V, K]` with STATE_V_FIRST. N counts sequences (B when
     dense), `BK` >= K. With JOIN_PRODUCTS the two products of a chunk meet in an accumulator of their own (a matrix unit
     that cannot start from the vector unit's tile then sends one tile back, not two), else they add onto dS itself.
@@ -97,8 +99,9 @@ def chunk_gated_delta_rule_bwd_dhu(
                 # A vector: Ascend sends a scalar's exp2 through global memory. No `where`: bishengir 1.2.0 fails on A5.
                 b_dh *= tl.exp2(b_g_last * m_k.to(tl.float32))[:, None]
             if USE_GK:
-                p_gk = gk + ((first + tokens - 1) * HV + i_h) * K
-                b_gk = tl.load(p_gk + o_k, mask=m_k, other=0.0).to(tl.float32)
+                p_gk = chunk_pointer(gk, i_b, i_t, bos, i_h, T, HV, BT, GK_T_CONTIG, K)
+                gk_stride: tl.constexpr = K if GK_T_CONTIG else HV * K
+                b_gk = load_row(p_gk, tokens - 1, tokens, o_k, K, gk_stride)
                 b_dh *= tl.exp2(b_gk)[:, None]
 
             b_dv += load_rows(dv + (first * HV + i_h) * V, o_c, o_v, tokens, V, HV * V, PREFETCH).to(tl.float32)

@@ -13,6 +13,7 @@ the chunks of a sequence, parallel over sequences, value heads and tiles of V.
 import triton
 import triton.language as tl
 
+from .channels import load_row
 from .state import first_state, load_rows, locate_walk, state_offset, store_state
 from .time_axis import chunk_pointer, clear_outside_rows, load_token, load_tokens
 
@@ -48,6 +49,7 @@ def chunk_gated_delta_rule_fwd_h(
     SAVE_NEW_VALUE: tl.constexpr,
     STATE_V_FIRST: tl.constexpr,
     G_T_CONTIG: tl.constexpr,
+    GK_T_CONTIG: tl.constexpr,
     IS_VARLEN: tl.constexpr,
     PREFETCH: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
@@ -55,7 +57,7 @@ def chunk_gated_delta_rule_fwd_h(
     """One task walks one sequence at one value head and one tile of V; the state tile `[BK, BV]` never leaves the chip.
 
     k `[B, T, H, K]`, w `[B, T, HV, K]`, u `[B, T, HV, V]`, g `[B, T, HV]` and gk `[B, T, HV, K]` (base 2, cumulative
-    in the chunk; g in either layout), h0 `[N, HV, K, V]`; writes h `[B, NT, HV, K, V]`, v_new `[B, T, HV, V]`,
+    in the chunk; each in either layout), h0 `[N, HV, K, V]`; writes h `[B, NT, HV, K, V]`, v_new `[B, T, HV, V]`,
     ht `[N, HV, K, V]`. States are `[..., V, K]` with STATE_V_FIRST. N counts sequences (B when dense), `BK` >= K.
     """
     if IS_VARLEN:
@@ -96,8 +98,9 @@ def chunk_gated_delta_rule_fwd_h(
                 # A vector: Ascend sends a scalar's exp2 through global memory. No `where`: bishengir 1.2.0 fails on A5.
                 b_h *= tl.exp2(b_g_last * m_k.to(tl.float32))[:, None]
             if USE_GK:
-                p_gk = gk + ((first + tokens - 1) * HV + i_h) * K
-                b_gk = tl.load(p_gk + o_k, mask=m_k, other=0.0).to(tl.float32)
+                p_gk = chunk_pointer(gk, i_b, i_t, bos, i_h, T, HV, BT, GK_T_CONTIG, K)
+                gk_stride: tl.constexpr = K if GK_T_CONTIG else HV * K
+                b_gk = load_row(p_gk, tokens - 1, tokens, o_k, K, gk_stride)
                 b_h *= tl.exp2(b_gk)[:, None]
             if not (USE_G or USE_GK):
                 # Changes nothing: bishengir 1.2.0 crashes without vector work between the state's use and its update.

@@ -84,7 +84,7 @@ def form_of(spec: OpSpec) -> str:
 def test_no_kernel_leaves_its_tensors_whatever_the_lists_hold(op: str, wild: str) -> None:
     spec = registry.lookup(op)
     records = recorded(spec, form_of(spec))
-    assert bool(records) == (op != "gdn_gate_bwd")
+    assert bool(records) == (op not in ("gdn_gate_bwd", "kda_gate_bwd", "kda_gate_fwd"))  # they know no sequences
     found = [text for record in records for text in accesses.outside(with_lists(record, WILD[wild]))]
     assert not found, "\n".join(sorted(set(found)))
 

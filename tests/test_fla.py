@@ -200,12 +200,12 @@ def test_kernel_entry_points_are_served(op: str, library: SimpleNamespace, devic
 AS_OTHERS_CALL = {
     "KDA's states": (
         "chunk_gated_delta_rule_fwd_h",
-        "BT=16,gk=float32,initial_state=float32,output_final_state=1,state_v_first=1",
+        "BT=16,gk=float32@STRIDE_HV,initial_state=float32,output_final_state=1,state_v_first=1",
         True,
     ),
     "KDA's gradients of states": (
         "chunk_gated_delta_rule_bwd_dhu",
-        "BT=16,dht=float32,gk=float32,h0=float32,state_v_first=1",
+        "BT=16,dht=float32,gk=float32@STRIDE_HV,h0=float32,state_v_first=1",
         True,
     ),
     "DeltaNet's states": ("chunk_gated_delta_rule_fwd_h", "BT=16,output_final_state=1", False),

@@ -31,11 +31,7 @@ _on_interrupt(_stop, signal.default_int_handler)
 
 import typer  # noqa: E402
 
-<<<<<<< HEAD
 from . import cache, doctor, explain, selftest, shapes, show, warmup  # noqa: E402
-=======
-from . import cache, doctor, explain, shapes, show, warmup  # noqa: E402
->>>>>>> shapes16
 from .common import exit_on_bad_input, version_option  # noqa: E402
 
 app = typer.Typer(

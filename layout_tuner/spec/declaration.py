@@ -95,39 +95,33 @@ class Problem:
 class OpSpec:
     """An op, declared.
 
-        Attributes:
-            name: Name of the public function.
-            operands: Tensors it takes, the main one first.
-            outputs: Tensors it returns.
-            options: Arguments that select the work.
-            scalars: Arguments that are run-time numbers.
-            layout_groups: Operands (read or written) that share one layout; a plan gives each group one.
-            variants: Kernel variants, the default first.
-            offers: `offers(variant, key)`: whether a variant is a candidate of a key; the default always is.
-            default_variant: The default for a key on a chip, where that is not always the first.
-            moves_inputs: Whether time-axis operands are copied into the plan's layouts ahead of the launch; an op whose
-                kernels read any layout leaves them (only OTHER is copied, to STRIDE_HV).
-            reads_heads: Whether its kernels read whole rows of heads, so that no layout is a strided one to them and the
-                default copies nothing on any device.
-            bind: Builds the launch of a candidate for a problem. The launch takes the operands, then the scalars, then
-                `cu_seqlens` and `chunk_indices`, with time-axis operands in the plan's layout, and returns every output.
-            by_reference: Builds what computes by the oracle from op, problem and options of a call, where its launch is
-                more than a function.
-            reference: The oracle: same operands and options by name, results in the order of `outputs`.
-    <<<<<<< HEAD
-            forms: Standard forms by name; warm-up tunes these.
-            more_forms: Further forms that the tests and Ascend's matrix cover.
-            unsupported: The op's own reasons why it cannot serve a key, beyond the common ones.
-    =======
-            forms: Standard forms by name; warm-up tunes these where no callers are known.
-            callers: Forms of the libraries that call this op, by `caller/use` (`transformers/training`); warm-up tunes
-                these.
-            more_forms: Further forms that the tests and Ascend's matrix cover.
-            unsupported: The op's own reasons why it cannot serve a key, beyond the common ones.
-    >>>>>>> shapes16
-            tolerances: Largest error allowed for an output by name, 16-bit dtypes; fp32 is `numerics.FP32_TOLERANCE`.
-            term_rms: `term_rms(wanted, **arguments)`: how large the terms are whose sums outputs that can cancel are, by
-                output name; `wanted` are the oracle's results by name.
+    Attributes:
+        name: Name of the public function.
+        operands: Tensors it takes, the main one first.
+        outputs: Tensors it returns.
+        options: Arguments that select the work.
+        scalars: Arguments that are run-time numbers.
+        layout_groups: Operands (read or written) that share one layout; a plan gives each group one.
+        variants: Kernel variants, the default first.
+        offers: `offers(variant, key)`: whether a variant is a candidate of a key; the default always is.
+        default_variant: The default for a key on a chip, where that is not always the first.
+        moves_inputs: Whether time-axis operands are copied into the plan's layouts ahead of the launch; an op whose
+            kernels read any layout leaves them (only OTHER is copied, to STRIDE_HV).
+        reads_heads: Whether its kernels read whole rows of heads, so that no layout is a strided one to them and the
+            default copies nothing on any device.
+        bind: Builds the launch of a candidate for a problem. The launch takes the operands, then the scalars, then
+            `cu_seqlens` and `chunk_indices`, with time-axis operands in the plan's layout, and returns every output.
+        by_reference: Builds what computes by the oracle from op, problem and options of a call, where its launch is
+            more than a function.
+        reference: The oracle: same operands and options by name, results in the order of `outputs`.
+        forms: Standard forms by name; warm-up tunes these where no callers are known.
+        callers: Forms of the libraries that call this op, by `caller/use` (`transformers/training`); warm-up tunes
+            these.
+        more_forms: Further forms that the tests and Ascend's matrix cover.
+        unsupported: The op's own reasons why it cannot serve a key, beyond the common ones.
+        tolerances: Largest error allowed for an output by name, 16-bit dtypes; fp32 is `numerics.FP32_TOLERANCE`.
+        term_rms: `term_rms(wanted, **arguments)`: how large the terms are whose sums outputs that can cancel are, by
+            output name; `wanted` are the oracle's results by name.
     """
 
     name: str
@@ -160,6 +154,13 @@ class OpSpec:
     def time_operands(self) -> tuple[str, ...]:
         """Names of the time-axis tensors it reads or writes, in the order of `layout_groups`."""
         return tuple(itertools.chain.from_iterable(self.layout_groups))
+
+    @functools.cached_property
+    def with_channels(self) -> tuple[str, ...]:
+        """Names of the time-axis tensors `[B, T, HV, C]`."""
+        tensors = [(operand.name, operand.time_axis, operand.dims.split()) for operand in self.operands]
+        tensors += [(output.name, output.time_axis, self.shape_of(output)) for output in self.outputs]
+        return tuple(name for name, time_axis, dims in tensors if time_axis and len(dims) > 3)
 
     @functools.cached_property
     def standard_forms(self) -> Mapping[str, Form]:
@@ -269,6 +270,7 @@ class OpSpec:
         form = key.form
         present = {operand.name for operand in self.operands if operand.time_axis and operand.name in form}
         present |= {out.name for out in self.outputs if out.time_axis and (not out.needs or out.needs in form)}
+        as_they_lie = {operand.name for operand in self.operands if operand.as_it_lies}
         groups = [tuple(name for name in group if name in present) for group in self.layout_groups]
         groups = [group for group in groups if group]
         choices: list[tuple[Layout, ...]] = []
@@ -278,6 +280,8 @@ class OpSpec:
                 choices.append((Layout.STRIDE_HV,))
             elif Layout.T_CONTIG in arrives:
                 choices.append((Layout.T_CONTIG,))
+            elif as_they_lie.issuperset(group):
+                choices.append((Layout.STRIDE_HV,))
             else:
                 choices.append((Layout.STRIDE_HV, Layout.T_CONTIG))
         return tuple(
@@ -300,9 +304,15 @@ class OpSpec:
         return self.variants[:1]
 
     def default(self, key: Key, chip: Chip) -> Candidate:
-        """The candidate that runs without a decision: T_CONTIG on an NPU (the published fix), else STRIDE_HV."""
+        """What runs where nothing was measured: T_CONTIG on an NPU (the published fix), STRIDE_HV elsewhere.
+
+        Tensors with channels stay as they arrive: a token's channels lie together in both layouts, and a copy moves as
+        many times more.
+        """
         plans = self.plans(key)
         published_fix = chip.kind == "npu" and not self.reads_heads
+        if published_fix and self.with_channels:
+            plans = tuple(p for p in plans if all(p[name] is plans[0][name] for name in self.with_channels))
         variant = self.default_variant(key, chip) if self.default_variant else self.variants[0]
         return Candidate(variant=variant, plan=plans[-1] if published_fix else plans[0], revision=self.revision)
 
