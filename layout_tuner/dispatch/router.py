@@ -23,7 +23,7 @@ from typing import TypeVar
 import torch
 
 from ..config import Config
-from ..device import driver, interpreter
+from ..device import interpreter
 from ..device.environment import environment
 from ..device.failures import classify, first_line
 from ..errors import PackingError

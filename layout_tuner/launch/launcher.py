@@ -167,14 +167,15 @@ class BoundKernel:
 
         Nothing was launched then, so that a repetition does nothing twice.
         """
+        named = self.constants if interpreter.interpreted(self.kernel) else {**self.constants, **self.options}
         for _ in range(CRASHES):
             try:
-                return self.kernel[(grid,)](*arguments, **self.constants, **self.options)
+                return self.kernel[(grid,)](*arguments, **named)
             except Exception as error:
                 if classify(error) != "crash":
                     raise
                 log.warning("the compiler of %s crashed, trying again: %s", self.kernel, first_line(error))
-        return self.kernel[(grid,)](*arguments, **self.constants, **self.options)
+        return self.kernel[(grid,)](*arguments, **named)
 
     def launch(self, grid: int, arguments: tuple[Any, ...]) -> None:
         """Launch arguments of another kind than the newest: directly where they are known, else through Triton."""
@@ -217,7 +218,7 @@ _compiling = threading.local()
 
 @contextmanager
 def compiling(options: Mapping[str, bool]) -> Iterator[None]:
-    """Give what this thread binds these options of the compiler too; the interpreter, which has none, gets none."""
+    """Give what this thread binds these options of the compiler too."""
     before = getattr(_compiling, "options", {})
     _compiling.options = {**before, **options}
     try:
@@ -238,7 +239,7 @@ def bind(kernel: Any, **constants: Constant) -> BoundKernel:
         raise ValueError(f"{' and '.join(refused)}: {REFUSAL}")
     options: Mapping[str, bool] = getattr(_compiling, "options", {})
     if type(kernel).__name__ != "JITFunction":  # nothing is compiled that could be kept
-        return BoundKernel(kernel, constants, {} if interpreter.interpreted(kernel) else options)
+        return BoundKernel(kernel, constants, options)
     # True, 1 and 1.0 are equal but not the same constant.
     same = (id(kernel), *options.items(), *((name, type(value), value) for name, value in constants.items()))
     bound = _bound.get(same)

@@ -2,8 +2,8 @@
 
 On `PYTHONPATH`, with what befalls launches there as JSON in `LAYOUT_TUNER_TEST_NPU_CHILD`: lists of `[kernel,
 constants, what]`, where `what` is a time in ms, `stop` (the queue stops), `die` (a signal ends the process), the
-seconds of a hang as `hang 8`, or `wrong` (the results are not written). What kernels are compiled to there is the number
-in `LAYOUT_TUNER_TEST_NPU_COMPILATION`.
+seconds of a hang as `hang 8`, or `wrong` (the results are not written). What kernels are compiled to there is the
+number in `LAYOUT_TUNER_TEST_NPU_COMPILATION`.
 """
 
 import importlib
