@@ -2,8 +2,8 @@
 
 Bound of a tuning, above what the process holds already: the arguments, four times the results (the default's, those
 of another variant's first layout, the candidate's own and those of its next run, which are compared), what an op made
-of others keeps in between, the oracle's share (`[measure] oracle_mib`, which chooses how much of the problem it sees), and the timer's
-scratch buffer.
+of others keeps in between, the oracle's share (`[measure] oracle_mib`, which chooses how much of the problem it sees),
+and the timer's scratch buffer.
 """
 
 from __future__ import annotations
