@@ -13,8 +13,8 @@ from typing import Final
 
 from layout_tuner import ops
 from layout_tuner.ascend import matrix
-from layout_tuner.ascend.candidates import CandidateReport, Case, cases_of, compile_candidates, launches
-from layout_tuner.ascend.compile.compiler import Compiler
+from layout_tuner.ascend.candidates import CandidateReport, Case, cases_of, chip_of, compile_candidates, launches
+from layout_tuner.ascend.compile.compiler import Answer, Compiler
 from layout_tuner.ascend.compile.toolchain import find_toolchain
 from layout_tuner.ascend.prediction import RULE
 from layout_tuner.ascend.published import PUBLISHED, PublishedKernel
@@ -36,6 +36,7 @@ module, and holds for these versions only: {version}. Counts and bytes, never ti
 |---|---|
 | install the compiler, no NPU needed | `make ascend` |
 | this file | `make ascend-docs` |
+| the other releases of the compiler | `make ascend-releases` |
 | the checks behind it, and the compiled kernels run on a CPU against the oracle | `make ascend-test` |
 | the same for the whole matrix | `make ascend-gate` |
 | one op's candidates side by side, with source lines | `tuner explain --op OP --shape {shape} --target {target}` |
@@ -221,30 +222,39 @@ def releases(pythons: Sequence[str], cache: Path) -> list[str]:
         "before 1.2.0 do not hand out their final module: it is known whether they compile a kernel, and what they",
         "gave up for that.",
         "",
-        "| compiler | op | kernels | do not compile | gave something up |",
-        "|---|---|---|---|---|",
+        "| compiler | op | kernels | do not compile | gave something up | the default compiles |",
+        "|---|---|---|---|---|---|",
     ]
     complaints: list[str] = []
     for python in pythons:
         with Compiler(find_toolchain(python), target, cache=cache, processes=2) as compiler:
-            version = f"ascendnpu-ir {compiler.toolchain.ascendnpu_ir}, {compiler.version.partition(' (')[0]}"
+            version = f"ascendnpu-ir {compiler.toolchain.ascendnpu_ir}"
             for name in registry.names():
                 if name == matrix.CHAIN:
                     continue
                 spec = registry.lookup(name)
-                found = cases_of(spec, matrix.key(spec, 64, 64, "bfloat16", False, spec.every_form[0]))
-                made = [(case, launch) for case in found for launch in launches(case, target)[0]]
+                key = matrix.key(spec, 64, 64, "bfloat16", False, spec.every_form[0])
+                default = spec.default(key, chip_of(target))
+                made = [(case, launch) for case in cases_of(spec, key) for launch in launches(case, target)[0]]
                 answers = compiler.lower_all([launch.request(stage="verdict") for _, launch in made])
-                failed = {
-                    f"{case.candidate.id} {launch.name}: {answer.error}": answer
-                    for (case, launch), answer in zip(made, answers, strict=True)
-                    if not answer.ok
-                }
+                failed = [(case, launch, answer) for (case, launch), answer in zip(made, answers) if not answer.ok]
                 noted = sum(bool(answer.notes) for answer in answers if answer.ok)
-                lines.append(f"| {version} | {name} | {len(made)} | {len(failed)} | {noted} |")
+                compiles = "no" if any(case.candidate == default for case, _, _ in failed) else "yes"
+                lines.append(f"| {version} | {name} | {len(made)} | {len(failed)} | {noted} | {compiles} |")
                 sys.stderr.write(f"{lines[-1]}\n")
-                complaints += [f"{version}: {name} {text}" for text in failed]
-    return [*lines, "", f"{len(complaints)} kernels that do not compile.", *[f"- {text}" for text in complaints]]
+                complaints += [
+                    f"- {version}: {case.candidate.id}, {launch.name}: {reason(answer)}"
+                    for case, launch, answer in failed
+                ]
+    return [*lines, "", f"{len(complaints)} kernels do not compile.", *complaints]
+
+
+def reason(answer: Answer) -> str:
+    """Why a kernel does not compile, without places on this machine."""
+    if answer.overflow is not None:
+        memory, wanted, available = answer.overflow
+        return f"{memory} overflow, {wanted:,} of {available:,} bytes"
+    return answer.error.rpartition("error: ")[2]
 
 
 def given_up(note: str) -> str:
