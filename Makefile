@@ -18,7 +18,7 @@ INSTALLED := .venv/.installed
 # Releases of Ascend's compiler before the one that everything here is written against.
 RELEASES := 1.0.0 1.1.0
 
-.PHONY: help install warmup test test-all lint ascend ascend-releases ascend-test ascend-gate ascend-docs clean
+.PHONY: help install warmup test test-all lint ascend ascend-releases ascend-test ascend-matrix ascend-docs clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -74,13 +74,13 @@ ascend-releases: $(RELEASES:%=.venv-ascend-%/.installed)
 	.venv-ascend-$*/bin/python -m pip install --quiet triton-ascend==3.2.0 ascendnpu-ir==$* pybind11
 	touch $@
 
-## make ascend-test what lowers, counts and runs kernels for Ascend, and half of the gate: every pair of properties
+## make ascend-test what lowers, counts and runs kernels for Ascend, and half of the matrix: every pair of properties
 ascend-test: $(INSTALLED) ascend
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) -m "not nightly" tests/ascend
 
-## make ascend-gate every op, candidate, form, width, dtype and target on Ascend's compiler and natively; long
-ascend-gate: $(INSTALLED) ascend
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) tests/ascend/test_gate.py
+## make ascend-matrix every op, candidate, form, width, dtype and target on Ascend's compiler and natively; long
+ascend-matrix: $(INSTALLED) ascend
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) tests/ascend/test_matrix.py
 
 ## make ascend-docs write docs/ascend.md: what the kernels compile to, beside the public ones; the whole matrix, long
 ascend-docs: $(INSTALLED) ascend ascend-releases

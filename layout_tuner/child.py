@@ -1,4 +1,4 @@
-"""The process that tries candidates for another one: see `isolation`, which starts it.
+"""The child process that tries candidates for its parent; `tuning.isolation` starts it.
 
 It knows the parent's modules, variables and settings, reads decisions from the same files and writes none. Before a
 candidate runs it writes the candidate's number where the parent finds it, whatever becomes of this process.
@@ -30,7 +30,7 @@ COMPILING = 5
 
 
 class Doing:
-    """Says in a file which candidate runs.
+    """Notes in a file which candidate is running.
 
     Args:
         file: Descriptor of the file.
@@ -45,7 +45,7 @@ class Doing:
         os.pwrite(self.file, self.numbers[candidate], 0)
 
     def watched(self, trial: Trial) -> Trial:
-        """A candidate that says when it runs."""
+        """A trial that notes in the file when it runs."""
 
         def say_and(run: Callable[[], object]) -> object:
             self(trial.id)
@@ -91,7 +91,7 @@ def tune(request: Request, doing: int, announce: Callable[[float], None]) -> Out
     Args:
         request: What to tune.
         doing: Descriptor of the file that says which candidate runs.
-        announce: Is told how long what comes next may take, in seconds.
+        announce: Called with how many seconds the next step may take.
 
     Raises:
         ConfigError: This process sees another device, environment or op than its parent.

@@ -7,6 +7,7 @@ An explicit argument wins over an environment variable, that over `tuner.toml`, 
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shlex
@@ -118,7 +119,7 @@ class Cache(Section):
     @field_validator("shared", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
-        """An environment variable lists files as a search path does."""
+        """Split a text of an environment variable into files, as a search path is split."""
         return [part for part in value.split(os.pathsep) if part] if isinstance(value, str) else value
 
 
@@ -165,11 +166,11 @@ class Config(BaseModel):
         if path is not None and not isinstance(path, (str, os.PathLike)):
             hint = "; a function is decorated with enable()(function)" if callable(path) else ""
             raise TypeError(f"config: wanted a Config, the path of a {FILE} or None, got {path!r}{hint}")
-        found, origin = read_file(path)
+        content, origin = read_file(path)
         sections: dict[str, dict[str, object]] = {}
         origins: dict[tuple[str, str], str] = {}
-        faults = refused(found, origin)
-        for name, settings in found.items():
+        faults = refused(content, origin)
+        for name, settings in content.items():
             if isinstance(settings, Mapping):
                 sections[name] = dict(settings)
             else:
@@ -202,9 +203,19 @@ def with_cache(settings: Config, path: str | os.PathLike[str] | None) -> Config:
     return settings.model_copy(update={"cache": section})
 
 
+@functools.cache
+def taken(path: str) -> str:
+    """What an environment variable's path meant when it was first read, wherever the process has gone since."""
+    try:
+        return absolute(path)
+    except ValueError as error:
+        raise ConfigError(f"{PREFIX}CONFIG: {error}, got {without_secrets(repr(path))}") from None
+
+
 def read_file(path: str | os.PathLike[str] | None) -> tuple[dict[str, object], str]:
     """The parsed settings file and its name; nothing where none is named and the working directory has none."""
-    named = path or os.environ.get(PREFIX + "CONFIG")
+    stated = os.environ.get(PREFIX + "CONFIG")
+    named = path or (taken(stated) if stated else None)
     file = Path(named) if named else Path(FILE)
     if not named and not file.is_file():
         return {}, FILE
@@ -266,10 +277,10 @@ def disabled() -> bool:
     return value == "1"
 
 
-def refused(found: Mapping[str, object], origin: str) -> list[str]:
+def refused(content: Mapping[str, object], origin: str) -> list[str]:
     """A complaint where `num_warps` or `num_stages` stands anywhere in a file."""
     faults = []
-    for name, value in found.items():
+    for name, value in content.items():
         if name in REFUSED:
             faults.append(f"{origin}: {name}: {REFUSAL}")
         elif isinstance(value, Mapping):

@@ -74,7 +74,7 @@ class NoRightCandidateError(TuningError):
 
 
 class DeviceLostError(TuningError):
-    """The device stopped answering this process: nothing that was found with it is kept.
+    """The device stopped answering this process; nothing that was measured on it is kept.
 
     Attributes:
         candidate: Id of the candidate that ran last; empty where none did.
@@ -88,20 +88,20 @@ class DeviceLostError(TuningError):
 
 
 class Faults:
-    """What is wrong with arguments and settings, said all at once."""
+    """Collects complaints about arguments and settings, to raise them all at once."""
 
     def __init__(self) -> None:
-        self.found: list[str] = []
+        self.texts: list[str] = []
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Within it, a complaint is kept instead of raised."""
+        """Within this context, a `ConfigError` is kept instead of raised."""
         try:
             yield
         except ConfigError as error:
-            self.found.append(str(error))
+            self.texts.append(str(error))
 
     def complain(self) -> None:
-        """Raise `ConfigError` with everything that was kept."""
-        if self.found:
-            raise ConfigError("\n".join(self.found))
+        """Raise one `ConfigError` with all complaints that were kept."""
+        if self.texts:
+            raise ConfigError("\n".join(self.texts))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -53,7 +52,7 @@ class Explanation:
     decision: DecisionRecord | None = None
     layer: str = ""
     nearest: DecisionRecord | None = None
-    differing: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    differing: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 def explain(
@@ -91,7 +90,7 @@ def explain(
             raise ConfigError(f"shape: wanted a row as {{'T': 2048, 'H': 4, 'K': 64, 'dtype': 'bf16'}}, got {shape!r}")
         row = dict(shape) | {"op": op} | ({} if form is None else {"forms": [form]})
         wanted, refused = keys(parse_shapes([row], "shape"), settings.keys.bucket)
-        faults.found += refused
+        faults.texts += refused
     with faults.gathered():
         driver.resolve(str(device) if device is not None else None)
     with faults.gathered():
@@ -140,7 +139,7 @@ def explain_key(router: Router, spec: OpSpec, key: Key, device: torch.device) ->
     if router.config.routing.on_wrong == "error":
         instead = "[routing] on_wrong makes that an error"
     reason = f"{default.id} computes wrongly on this device ({wrong}), and no other candidate was chosen: {instead}"
-    return dataclasses.replace(found, candidate=REFERENCE, source="reference", reason=reason)
+    return replace(found, candidate=REFERENCE, source="reference", reason=reason)
 
 
 def explain_choice(router: Router, spec: OpSpec, key: Key, device: torch.device) -> Explanation:

@@ -27,7 +27,8 @@ from layout_tuner.integrations import fla, rivalry, takeover
 from layout_tuner.ops.gated_delta_rule.spec import SPEC
 from layout_tuner.spec import declaration, keys, registry
 from layout_tuner.tuning import inputs
-from layout_tuner.tuning.experiment import Experiment, as_tuple
+from layout_tuner.tuning.checking import as_tuple
+from layout_tuner.tuning.experiment import Experiment
 
 INSTALLED = importlib.util.find_spec("fla") is not None
 needs_fla = pytest.mark.skipif(not INSTALLED, reason="flash-linear-attention is not installed: pip install -e '.[fla]'")

@@ -214,6 +214,23 @@ def test_imports_point_one_way() -> None:
     assert not upward
 
 
+def test_imports_loggers_and_dataclasses_are_written_one_way() -> None:
+    """A module of the same folder is named by its way from here; `layout_tuner.cache` and `.kernels` in full."""
+    odd = []
+    for name, file in MODULES.items():
+        text = file.read_text()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                base = node.module if node.module != "layout_tuner" else f"layout_tuner.{node.names[0].name}"
+                home = room(name) if room(name) in ("cache", "kernels") else ""
+                if base.startswith("layout_tuner.") and home == (
+                    room(base) if room(base) in ("cache", "kernels") else ""
+                ):
+                    odd.append(f"{name}: from {node.module} import")
+        odd += [f"{name}: {line}" for line in text.splitlines() if re.match(r"import dataclasses|logger = ", line)]
+    assert not odd
+
+
 def test_no_file_imports_itself_through_others() -> None:
     graph: dict[str, set[str]] = {}
     for name, target in EDGES:

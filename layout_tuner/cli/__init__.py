@@ -15,13 +15,13 @@ from types import FrameType
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """Ends the process at once: on the way in and on the way out there is nothing to put in order."""
+    """Ends the process at once; before and after a command there is nothing to clean up."""
     os.write(2, b"interrupted\n")
     os._exit(130)
 
 
 def _on_interrupt(handler: signal._HANDLER, instead_of: signal._HANDLER) -> None:
-    """What Ctrl-C does from now on, unless somebody else has decided that."""
+    """Set the handler of Ctrl-C, unless another one was set."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is instead_of:
         signal.signal(signal.SIGINT, handler)
 

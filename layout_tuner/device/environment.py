@@ -1,6 +1,6 @@
-"""What a timing is valid in: the fingerprint of device, driver, runtime and compiler.
+"""The environment in which a timing is valid: a fingerprint of device, driver, runtime and compiler.
 
-An environment is a namespace. Decisions of another one are kept and do not match; nothing is thrown away.
+Decisions of other environments are kept in the cache; a lookup ignores them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PREDICTED = "predicted:"
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """An environment.
+    """The device, driver, runtime and compiler that timings hold for.
 
     Attributes:
         id: Readable name and a hash over the facts: `NVIDIA H200 #3fa9c1d2`.

@@ -1,4 +1,4 @@
-"""What runs for a key, and how the choice came about.
+"""The choice of a candidate for a key.
 
 The default runs where there is nothing to choose. Else the first of these decides:
 
@@ -6,8 +6,8 @@ The default runs where there is nothing to choose. Else the first of these decid
 2. `forced`: the candidate that the environment forces.
 3. `measured`: a decision that was measured here.
 4. `imported`: a decision that somebody else measured.
-5. `predicted`: a decision made of the compiler's counts.
-6. `default` or `measured`: what the policy for misses says, which runs the default, tunes the key, or raises.
+5. `predicted`: a decision that was predicted from the compiler's counts.
+6. `default` or `measured`: the policy for misses runs the default, tunes the key, or raises.
 
 Where the default comes out and is known to compute wrongly, torch's oracle takes its place: `reference`.
 
@@ -56,14 +56,14 @@ class Choice:
     """A candidate for a key, and how it came about.
 
     Attributes:
-        candidate: What to run.
+        candidate: The candidate to run.
         source: `pinned`, `forced`, `measured`, `imported`, `predicted`, `default`, or `reference`: torch computes it.
         frozen: Whether the process keeps it; a default taken because tuning was not possible just now is not kept.
         record: The decision it follows, if any.
         layer: Which file or server holds the decision; empty for one that was made just now.
         reason: Why the default stands in for a decision; empty where there is one, or nothing to choose.
-        missed: Whether there was no decision anywhere when it was made.
-        pending: Whether it only serves until the key has been tuned beside the calls.
+        missed: Whether there was no decision, in memory or stored, when it was made.
+        pending: Whether it serves only until the key has been tuned beside the calls.
     """
 
     candidate: Candidate
@@ -77,19 +77,19 @@ class Choice:
 
 
 def stand_in(default: Candidate, reason: str, *, frozen: bool = True) -> Choice:
-    """The default in place of a decision that there is not."""
+    """The choice of the default where there is no decision."""
     return Choice(candidate=default, source="default", frozen=frozen, reason=reason, missed=True)
 
 
 def following(spec: OpSpec, key: Key, device: torch.device, resolution: Resolution) -> Choice:
-    """The candidate of a stored decision."""
+    """The choice that follows a stored decision."""
     record = resolution.record
     candidate = candidate_of(spec, key, device, record.candidate)
     return Choice(candidate=candidate, source=record.source, record=record, layer=resolution.layer.name)
 
 
 def saved_by(record: DecisionRecord | None) -> Interval | None:
-    """What a call saves that follows a decision, against the default that was measured beside it."""
+    """Time that a call saves which follows a decision, against the default that was measured with it."""
     if record is None:
         return None
     default = next((each for each in record.measurements if each.candidate == record.default_candidate), None)
@@ -127,7 +127,7 @@ class Choices(Decisions):
         self.vetting = True  # whether candidates that nobody checked are checked
 
     def choose(self, spec: OpSpec, key: Key, device: torch.device, *, tracing: bool = False) -> Choice:
-        """What runs for a key: frozen before, stored, or as the policy for misses says.
+        """The choice for a key: one that was frozen before, one by the list above, or one by the policy for misses.
 
         Args:
             spec: The op.
@@ -287,7 +287,7 @@ class Choices(Decisions):
         return len(candidates(spec, bucketed(key, self.config.keys.bucket), device)) == 1
 
     def decided(self, spec: OpSpec, key: Key, device: torch.device, default: Candidate) -> Choice | None:
-        """The choice for a key without running anything: 1 to 5 of the list above; None is a miss.
+        """The choice for a key by 1 to 5 of the list above, for which nothing runs; None is a miss.
 
         Args:
             spec: The op.
@@ -306,7 +306,7 @@ class Choices(Decisions):
         return None
 
     def standing(self, spec: OpSpec, key: Key, device: torch.device) -> Choice | None:
-        """The choice that was made for a key, or that `decided` would make; None where neither says anything.
+        """The choice that was made for a key, else the one that `decided` makes; None where there is neither.
 
         Args:
             spec: The op.
@@ -318,7 +318,7 @@ class Choices(Decisions):
         return self.choices.get((key, environment(device).id)) or self.decided(spec, key, device, default)
 
     def forced_choice(self, spec: OpSpec, key: Key, device: torch.device, default: Candidate) -> Choice | None:
-        """What the environment forces for a key, if anything."""
+        """The choice that the environment forces for a key, if it forces one."""
         if spec.name not in self.forced:
             return None
         candidate = forcing.choice(self.forced, spec, key, default, buffers=driver.chip(device).buffers)
@@ -330,7 +330,10 @@ class Choices(Decisions):
     def missed(
         self, spec: OpSpec, key: Key, device: torch.device, default: Candidate, *, tracing: bool = False
     ) -> Choice:
-        """Tune, run the default, or raise, as the policy says; a pin is used instead of all else: none is tuned."""
+        """The choice for a key without a decision: the policy says whether to tune, run the default, or raise.
+
+        With a pin nothing is tuned.
+        """
         policy = self.policy(device)
         pin = self.config.tuning.pin
         if pin and policy == "error":
@@ -373,24 +376,24 @@ class Choices(Decisions):
         return Choice(candidate=winner, source="measured", missed=True)
 
     def pass_over(self, place: tuple[Key, str], default: Candidate, reason: str) -> Choice:
-        """The default for as long as something keeps a key from being tuned.
+        """The choice of the default for as long as something keeps a key from being tuned.
 
-        A checkpointed region must find the same when it is run again: its first run makes the default the choice of
-        this process. A reentrant checkpoint cannot be told from a plain call; the default it took stays for what the
-        backward repeats, unless another call has had the key tuned by then.
+        A checkpointed region must find the same choice when it runs again, so its first run makes the default the
+        choice of this process. A reentrant checkpoint looks like a plain call. The calls that the backward repeats for
+        it take the default again, unless another call has had the key tuned by then.
         """
         if not in_backward():
             self._passed_over.add(place)
         return stand_in(default, reason, frozen=in_checkpoint())
 
     def say(self, key: Key, what: str, *about: object) -> None:
-        """Warn of a key once; calls of it go on missing."""
+        """Warn about a key, only once: its calls go on without a decision."""
         if key not in self._said:
             self._said.add(key)
             log.warning(f"%s: {what}", key, *about)
 
     def too_many(self, spec: OpSpec) -> bool:
-        """Whether an op has as many keys as may be tuned; said once."""
+        """Whether an op has as many keys as may be tuned, which is logged once."""
         held = sum(1 for key, _ in self.choices if key.op == spec.name)
         if held < self.config.keys.max_keys:
             return False
@@ -400,7 +403,7 @@ class Choices(Decisions):
         return True
 
     def policy(self, device: torch.device) -> Policy:
-        """What a miss leads to: tuning on an accelerator with one process, the default elsewhere; settings win."""
+        """The policy for misses: the settings', else `tune` on an accelerator with one process, `default` elsewhere."""
         if self.on_miss is not None:
             return self.on_miss
         if self.config.tuning.on_miss != "auto":
@@ -408,7 +411,7 @@ class Choices(Decisions):
         return "default" if device.type == "cpu" or driver.multi_process() else "tune"
 
     def tune_beside(self, spec: OpSpec, key: Key, device: torch.device, default: Candidate) -> Choice:
-        """Have a key tuned while calls go on with the default; they follow the outcome once there is one."""
+        """Have a key tuned while its calls run the default; once it is tuned they follow the outcome."""
         place = (key, environment(device).id)
         if driver.forked(device):
             return stand_in(default, "a forked process cannot use the device")
@@ -424,7 +427,7 @@ class Choices(Decisions):
         return choice if choice.frozen else replace(choice, frozen=True, pending=True)
 
     def tuned_beside(self, spec: OpSpec, key: Key, device: torch.device) -> None:
-        """Tune a key, and let its calls look again."""
+        """Tune a key, and have its calls look for their choice again."""
         place = (key, environment(device).id)
         choice = None
         try:
@@ -447,7 +450,7 @@ class Choices(Decisions):
         self.variants.clear()
 
     def follow(self, place: tuple[Key, str], held: Choice) -> Choice:
-        """The outcome of a tuning beside the calls, once there is one, but not for what a backward repeats."""
+        """The choice once a tuning beside the calls is done; a call that a backward repeats keeps the default."""
         if place not in self._tuned:
             return held
         if place in self._passed_over and in_backward():
@@ -471,7 +474,7 @@ class Choices(Decisions):
     def tuned_choice(
         self, spec: OpSpec, key: Key, device: torch.device, budget_s: float | None = None
     ) -> tuple[Outcome, Choice]:
-        """Tune a key and publish the outcome, which no call follows yet; arguments and errors are those of `make`."""
+        """Tune a key and publish the outcome. No call follows it yet. Arguments and errors are those of `make`."""
         outcome, decision = self.make(spec, key, device, budget_s)
         winner = candidate_of(spec, key, device, outcome.winner)
         return outcome, Choice(candidate=winner, source="measured", record=decision)
@@ -486,7 +489,7 @@ def whole_blocks(key: Key, size: int) -> bool:
 
 
 def in_backward() -> bool:
-    """Whether autograd's engine runs this thread's code: what a checkpoint repeats, it repeats there."""
+    """Whether autograd's engine runs this thread's code, as it does where it repeats a checkpointed region."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class Decisions:
-    """What is stored for keys, and what tunes one.
+    """Looks decisions up for keys, and tunes keys.
 
     Args:
         config: Settings.
@@ -56,7 +56,7 @@ class Decisions:
         self._store: LayeredStore | None = None
 
     def problem(self, key: Key, device: torch.device) -> Problem:
-        """A key on a device, with the variants stored for the ops it may be made of."""
+        """A key on a device. The variants stored for other ops can be asked of it, for an op that is made of others."""
 
         def variant_of(spec: OpSpec, stage: Key) -> str | None:
             return self.stored_variant(spec, stage, device)
@@ -64,14 +64,12 @@ class Decisions:
         return Problem(key=key, chip=driver.chip(device), variant_of=variant_of)
 
     def stored_variant(self, spec: OpSpec, key: Key, device: torch.device) -> str | None:
-        """The variant stored as best for a key, or for the same call with its gates as models make them.
+        """The variant forced or stored as best for a key, or for the same call with its gates as models make them.
 
         The answer holds until this process tunes something: an op made of others asks for each of them.
         """
         if not self.tuning:
             return None
-        if spec.name in self.forced:
-            return self.forced[spec.name].variant
         key = bucketed(key, self.config.keys.bucket)
         asked_for = (key, environment(device).id)
         try:
@@ -81,21 +79,22 @@ class Decisions:
             return variant
 
     def asked_variant(self, spec: OpSpec, key: Key, device: torch.device) -> str | None:
-        """What the cache says of `stored_variant`."""
+        """What the cache says of `stored_variant`; a forced variant gives way to a pinned decision alone."""
+        forced = self.forced.get(spec.name)
         as_made = replace(key, form=key.form.arriving(Layout.STRIDE_HV))
         for asked in dict.fromkeys((key, as_made)):
             decision = self.stored_decision(spec, asked, device)
-            if decision is not None:
+            if decision is not None and (forced is None or decision.source == "pinned"):
                 return decision.candidate.partition("/")[0]
-        return None
+        return None if forced is None else forced.variant
 
     def stored_decision(self, spec: OpSpec, key: Key, device: torch.device) -> DecisionRecord | None:
-        """The cache's decision for a key, where its candidate still exists as it was measured."""
+        """The cache's decision for a key, if its candidate still exists in the revision that was measured."""
         resolution = self.resolution(spec, key, device)
         return None if resolution is None else resolution.record
 
     def resolution(self, spec: OpSpec, key: Key, device: torch.device) -> Resolution | None:
-        """The same, with the layer that holds it."""
+        """As `stored_decision`, with the layer of the cache that holds the decision."""
         alive = {candidate.id: candidate.revision for candidate in candidates(spec, key, device)}
         environments = [environment(device).id]
         if device.type == "npu":  # what the compiler's counts say serves until something is measured
@@ -110,7 +109,7 @@ class Decisions:
         return resolution
 
     def quarantine(self, record: DecisionRecord, error: Exception) -> None:
-        """Store that a decision's winner failed, so that it is not used again while that is believed."""
+        """Store that a decision's winner failed, so that nobody uses it for as long as the failure is believed."""
         failure = MeasurementRecord(
             candidate=record.candidate,
             revision=record.revision,
@@ -128,18 +127,18 @@ class Decisions:
     ) -> tuple[Outcome, DecisionRecord]:
         """Tune a key and publish the decision.
 
-        In a process of its own where `[tuning] isolate` says so, for which this one waits.
+        Where `[tuning] isolate` says so, the key is tuned in a process of its own, for which this one waits.
 
         Args:
             spec: The op.
             key: The key, T as it is tuned.
-            device: Where.
-            budget_s: Seconds, where there are fewer than the settings' budget.
+            device: The device to tune on.
+            budget_s: Seconds that it may take, if fewer than the settings' budget.
 
         Raises:
-            TuningError: No candidate is right.
-            TooLittleMemoryError: There is less free device memory than tuning the key takes.
-            UnsupportedProblemError: Nothing runs the key on this device.
+            TuningError: No candidate computes the right results.
+            TooLittleMemoryError: The device has less free memory than tuning the key takes.
+            UnsupportedProblemError: No candidate runs the key on this device.
         """
         where = environment(device)
         self.require_memory(spec, key, device)
@@ -243,9 +242,9 @@ class Decisions:
 
         Args:
             spec, key, device: As of `make`.
-            known: What is known of candidates, by id and revision.
-            budget_s: Seconds.
-            watched: Wraps each candidate.
+            known: Failures of candidates that are still believed, by id and revision.
+            budget_s: Seconds that it may take.
+            watched: Wraps the trial of each candidate.
             compile_s: As of `tuner.tune`.
             only: Id of the one candidate to check, without timing anything; empty for all.
         """
@@ -279,7 +278,7 @@ class Decisions:
         return self.config.measure.oracle_mib << 20
 
     def known_failures(self, key: Key, where: str, known: Mapping[str, str]) -> dict[tuple[str, str], Measurement]:
-        """What the cache knows to fail for a key, by candidate and revision, as far as that is still believed."""
+        """Failures stored for a key that are still believed, by candidate and revision."""
         try:
             failures = self.store.failures(key_record(key), where, known=known)
         except Exception as error:  # a cache never fails an op
@@ -289,7 +288,7 @@ class Decisions:
 
     @property
     def store(self) -> LayeredStore:
-        """Where decisions are kept; opened when first asked for."""
+        """The caches that decisions are kept in; they open when they are first asked for."""
         with self._lock:
             if self._store is None:
                 settings = self.config.cache

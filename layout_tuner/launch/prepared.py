@@ -1,4 +1,4 @@
-"""A candidate bound to a signature: the copies it needs, its launch, and the way back to row-major results."""
+"""A candidate prepared for a signature: the copies of its operands, its launch, and the copies of its results."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Tensors = Sequence["torch.Tensor | None"]
 
 
 class Prepared:
-    """What a hit calls: everything that depends on the signature is settled.
+    """Runs a candidate for calls of one signature; whatever follows from the signature is settled when it is made.
 
     Args:
         spec: The op.
         problem: Key and chip.
         candidate: What to run.
-        call: A call of the signature; only shapes, strides and what is None are looked at.
-        bare: Whether operands arrive in the plan's layouts and results may stay in them: the kernels alone.
+        call: A call of the signature. Only the shapes and strides of its tensors count, and which of them are None.
+        bare: Whether operands arrive in the plan's layouts and results stay in them, so that nothing is copied.
     """
 
     __slots__ = (
@@ -108,7 +108,7 @@ class Prepared:
         return results
 
     def check_chunks(self, tensors: Tensors, chunk_indices: torch.Tensor | None) -> None:
-        """Refuse states for another number of chunks than a packed batch has, which no signature tells."""
+        """Refuse states for another number of chunks than the packed batch has, a number that no signature holds."""
         assert self.nt_operand is not None
         given = present(tensors[self.nt_operand]).shape[1]
         wanted = present(chunk_indices).shape[0]
@@ -116,11 +116,11 @@ class Prepared:
             raise ValueError(f"{self.name}: wanted NT={wanted} chunks of cu_seqlens, got states for {given}")
 
     def on_device(self) -> AbstractContextManager[object]:
-        """Makes the operands' device the current one, where that may be another."""
+        """A context in which the operands' device is the current one."""
         return nullcontext() if self.device is None else driver.guard(self.device)
 
     def arrange(self, tensors: Tensors) -> Tensors:
-        """The operands as the kernel wants them: row-major, and time-axis operands in the plan's layouts."""
+        """The operands as the kernel reads them: time-axis operands in the plan's layouts, all others row-major."""
         if not self.contiguous and not self.moves:
             return tensors
         arranged = list(tensors)
@@ -131,7 +131,7 @@ class Prepared:
         return arranged
 
     def row_major(self, results: Outputs) -> Outputs:
-        """Results with every time-axis tensor row-major, as callers read them."""
+        """The results, with every time-axis tensor among them copied to row-major."""
         back = list(results)
         for i in self.restore:
             tensor = back[i]
@@ -167,13 +167,13 @@ def by_reference(spec: OpSpec, problem: Problem, options: tuple[Value, ...]) -> 
 
 
 def present(tensor: torch.Tensor | None) -> torch.Tensor:
-    """The tensor, which is known to be there."""
+    """A tensor that is not None, for type checkers."""
     assert tensor is not None
     return tensor
 
 
 def copies(prepared: Prepared, call: Call, results: Outputs) -> Callable[[], object] | None:
-    """The copies alone that a prepared call makes of time-axis tensors; None where it makes none.
+    """A function that makes only the copies of time-axis tensors that a prepared call makes; None where it makes none.
 
     Args:
         prepared: The candidate.

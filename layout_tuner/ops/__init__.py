@@ -12,7 +12,7 @@ from .dv_local import chunk_bwd_dv_local
 from .fwd_h import chunk_gated_delta_rule_fwd_h
 from .fwd_o import chunk_fwd_o
 from .gate import gdn_gate_bwd, gdn_gate_chunk_cumsum
-from .gated_delta_rule import compiled as compiled
+from .gated_delta_rule import compiled  # noqa: F401  registers the chain's operators
 from .gated_delta_rule.op import chunk_gated_delta_rule
 from .intra import chunk_gated_delta_rule_fwd_intra
 from .kkt import chunk_scaled_dot_kkt_fwd

@@ -1,4 +1,4 @@
-"""What can be tuned: each op declares its operands, candidates, kernels and oracle once, here.
+"""The declaration of an op: its operands, candidates, kernels and oracle.
 
 Validation, keys, synthetic inputs, layouts, tests, the tuner and the Ascend compiler all read these declarations;
 none of them knows an op by name.
@@ -73,7 +73,7 @@ class Problem:
 
     @property
     def form(self) -> Form:
-        """What the key says beside sizes and dtype."""
+        """The key's form."""
         return self.key.form
 
     @property
@@ -85,11 +85,6 @@ class Problem:
     def element_bytes(self) -> int:
         """Bytes of an element of the main tensor."""
         return 4 if self.key.dtype == "float32" else 2
-
-    @property
-    def dot_precision(self) -> str:
-        """`input_precision` of dots on the main dtype: exact for fp32, without effect for 16-bit operands."""
-        return "ieee"
 
     def has(self, operand: str) -> bool:
         """Whether an optional operand is given."""
@@ -120,11 +115,11 @@ class OpSpec:
             more than a function.
         reference: The oracle: same operands and options by name, results in the order of `outputs`.
         forms: Standard forms by name; warm-up tunes these.
-        more_forms: Further forms that tests and the Ascend gate cover.
-        unsupported: Reasons an op of its own cannot serve a key, beyond the common ones.
+        more_forms: Further forms that the tests and Ascend's matrix cover.
+        unsupported: The op's own reasons why it cannot serve a key, beyond the common ones.
         tolerances: Largest error allowed for an output by name, 16-bit dtypes; fp32 is `numerics.FP32_TOLERANCE`.
         term_rms: `term_rms(wanted, **arguments)`: how large the terms are whose sums outputs that can cancel are, by
-            output name; `wanted` are the reference's results by name.
+            output name; `wanted` are the oracle's results by name.
     """
 
     name: str
@@ -149,7 +144,7 @@ class OpSpec:
 
     @functools.cached_property
     def sizes(self) -> frozenset[str]:
-        """The sizes this op has."""
+        """The symbols of the sizes this op has."""
         return frozenset(symbol for operand in self.operands for symbol in operand.dims.split()) & frozenset(SIZES)
 
     @functools.cached_property
@@ -164,7 +159,7 @@ class OpSpec:
 
     @functools.cached_property
     def every_form(self) -> tuple[Form, ...]:
-        """Every form that tests and the Ascend gate cover: the standard ones first."""
+        """Every form that the tests and Ascend's matrix cover, the standard ones first."""
         more = [Form.parse(text) for text in self.more_forms]
         return tuple(dict.fromkeys([*self.standard_forms.values(), *more]))
 
@@ -286,7 +281,7 @@ class OpSpec:
         return self.variants[:1]
 
     def default(self, key: Key, chip: Chip) -> Candidate:
-        """What runs where nothing was measured: T_CONTIG on an NPU (the published fix), STRIDE_HV elsewhere."""
+        """The candidate that runs without a decision: T_CONTIG on an NPU (the published fix), else STRIDE_HV."""
         plans = self.plans(key)
         published_fix = chip.kind == "npu" and not self.reads_heads
         variant = self.default_variant(key, chip) if self.default_variant else self.variants[0]

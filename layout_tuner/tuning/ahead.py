@@ -1,7 +1,8 @@
 """Compile a key's kernels in parallel processes, into Triton's cache on the disk, before anything runs.
 
 What a candidate launches is recorded on tensors without values, as `ascend` does, and each kernel that differs is
-compiled as its first launch would. Whatever goes wrong here goes wrong again, with its blame, where it is launched.
+compiled as its first launch would. A kernel that fails to compile here fails again at its launch, where the error is
+blamed on its candidate.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Unit:
 
 
 def processes() -> int:
-    """Compilers at a time: half of the cores that this process may use, at most `MOST_PROCESSES`."""
+    """How many compilers run at a time: half of the cores that this process may use, at most `MOST_PROCESSES`."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MOST_PROCESSES, cores // 2))
 
@@ -56,7 +57,7 @@ def units(spec: OpSpec, problem: Problem, candidates: Iterable[Candidate]) -> li
     """Every kernel that candidates launch, each once."""
     call = synthesize(spec, problem.key, "meta")
     arguments = (call.tensors, call.scalars, call.cu_seqlens, call.chunk_indices)
-    found: dict[str, Unit] = {}
+    units: dict[str, Unit] = {}
     for candidate in candidates:
         try:
             with launcher.recording() as records:
@@ -66,12 +67,12 @@ def units(spec: OpSpec, problem: Problem, candidates: Iterable[Candidate]) -> li
         for record in records:
             if type(record.kernel).__name__ == "JITFunction":
                 unit = unit_of(record)
-                found.setdefault(repr(unit), unit)
-    return list(found.values())
+                units.setdefault(repr(unit), unit)
+    return list(units.values())
 
 
 def unit_of(record: launcher.LaunchRecord) -> Unit:
-    """What to compile for a launch."""
+    """The kernel to compile for a launch."""
     function = record.kernel.fn
     return Unit(
         module=function.__module__,
@@ -82,7 +83,7 @@ def unit_of(record: launcher.LaunchRecord) -> Unit:
 
 
 def begin(parent: int) -> None:
-    """A process that compiles gives way to those that somebody waits for, and ends with the one that started it."""
+    """Prepare a compiling process: it runs at low priority and ends with the process that started it."""
     die_with_parent(parent)
     os.nice(10)
 

@@ -18,7 +18,6 @@ from ..spec.keys import Key
 from ..spec.operands import Call, Outputs
 from .binaries import binary_of, may_vary
 from .checking import Checker
-from .checking import as_tuple as as_tuple
 from .inputs import synthesize
 from .tuner import Check, Measurement, Runs, Trial
 
@@ -93,7 +92,7 @@ class Experiment:
         """Every candidate of the key.
 
         Args:
-            known: What was found of some before and is still believed, by id and revision: they are not tried again.
+            known: Earlier measurements that are still believed, by id and revision; these are not tried again.
         """
         return [
             Trial(
@@ -112,7 +111,7 @@ class Experiment:
             return self.prepared(candidate)
 
     def prepared(self, candidate: Candidate) -> Runs:
-        """A candidate on the device that is the current one."""
+        """A candidate made ready, while its device is the current one."""
         call = self.call
         whole = Prepared(self.spec, self.problem, candidate, call)
         arguments = (call.scalars, call.cu_seqlens, call.chunk_indices)
@@ -130,7 +129,7 @@ class Experiment:
         )
 
     def check(self, prepared: Prepared) -> Check:
-        """Run into poisoned memory and compare every output with the oracle, then bits with other candidates.
+        """Run a candidate into poisoned memory and compare its outputs with the oracle, then bits with others'.
 
         Where a device may give other results for the same, bits are compared with those of further runs before that.
         """

@@ -33,6 +33,7 @@ from ..device import driver, interpreter
 from ..device.environment import environment
 from ..device.failures import Failure
 from ..errors import DeviceLostError, NoRightCandidateError, TuningError, UnsupportedProblemError
+from ..forking import ProcessLock, in_child
 from ..spec.declaration import OpSpec
 from ..spec.keys import Key
 from .tuner import Measurement, Outcome
@@ -139,9 +140,9 @@ def tune_isolated(
         )
         answer = ask(request, list(revisions))
         if answer.outcome is not None:
-            for found in answer.outcome.measurements:
-                if found.state in ("failed", "wrong") and (found.id, found.revision) not in known:
-                    log.warning("candidate %s is %s: %s", found.id, found.state, found.reason)
+            for measurement in answer.outcome.measurements:
+                if measurement.state in ("failed", "wrong") and (measurement.id, measurement.revision) not in known:
+                    log.warning("candidate %s is %s: %s", measurement.id, measurement.state, measurement.reason)
             return answer.outcome
         place = (answer.candidate, revisions.get(answer.candidate, ""))
         if answer.error == DeviceLostError.__name__ and place[1] and place not in known:
@@ -158,7 +159,7 @@ def tune_isolated(
 
 
 def failed(candidate: str, revision: str, failure: Failure, reason: str) -> Measurement:
-    """What is known of a candidate that took its process with it."""
+    """The measurement of a candidate that took its process with it."""
     now = datetime.now(UTC)
     return Measurement(id=candidate, revision=revision, state="failed", failure=failure, reason=reason, measured_at=now)
 
@@ -237,7 +238,7 @@ def end(child: subprocess.Popen[bytes]) -> None:
 
 
 def ended(child: subprocess.Popen[bytes]) -> str:
-    """How a child ended that said nothing more."""
+    """A sentence on how a child ended that sent no answer."""
     try:
         status = child.wait(10.0)
     except subprocess.TimeoutExpired:
@@ -266,12 +267,12 @@ def _end_all() -> None:
 
 Job = Callable[[], None]
 
-_lock = threading.Lock()
+_lock = ProcessLock()
 _waiting: dict[torch.device, queue.SimpleQueue[Job]] = {}
 
 
 def beside(device: torch.device, job: Job) -> None:
-    """Do something while calls go on, after what was asked for that device before."""
+    """Queue work for a device; it runs in a thread while calls go on, after earlier work for that device."""
     with _lock:
         jobs = _waiting.get(device)
         if jobs is not None:
@@ -283,7 +284,7 @@ def beside(device: torch.device, job: Job) -> None:
 
 
 def work(device: torch.device, jobs: queue.SimpleQueue[Job]) -> None:
-    """Do what is asked, until there is nothing."""
+    """Run the queued work until there is none left."""
     while True:
         with _lock:
             if jobs.empty():
@@ -296,7 +297,7 @@ def work(device: torch.device, jobs: queue.SimpleQueue[Job]) -> None:
 
 
 def idle(seconds: float) -> bool:
-    """Wait until nothing is tuned beside the calls, and say whether that came within so many seconds."""
+    """Wait until no queued work runs; say whether that came within `seconds`."""
     give_up = time.monotonic() + seconds
     while _waiting:
         if time.monotonic() > give_up:
@@ -305,13 +306,8 @@ def idle(seconds: float) -> bool:
     return True
 
 
-def _after_fork() -> None:
-    """A child has none of the threads and none of the processes."""
-    global _lock
-    _lock = threading.Lock()
+@in_child
+def _forget() -> None:
+    """A child has none of its parent's threads, and its parent's processes are not its own to end."""
     _waiting.clear()
     _children.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

@@ -1,4 +1,4 @@
-"""How much device memory tuning a key takes, before any of it is allocated.
+"""Computes how much device memory tuning a key takes, before any of it is allocated.
 
 Bound of a tuning, above what the process holds already: the arguments, four times the results (the default's, those
 of another variant's first layout, the candidate's own and those of its next run, which are compared), what an op made
@@ -54,19 +54,19 @@ def counts(spec: OpSpec, key: Key) -> tuple[int, int]:
 
 
 def returned(spec: OpSpec, key: Key) -> list[Output]:
-    """The results that a key has; of those that depend on more than an operand, all."""
+    """The outputs that a call of this key returns; all of those that no operand or flag of the key leaves out."""
     form = key.form
     gradients = {f"d{operand.name}": operand for operand in spec.operands}
     asked = spec.gradient_option
     no_gradients = asked is not None and not form.flag(asked.label)
-    found = []
+    outputs = []
     for output in spec.outputs:
         of = gradients.get(output.name)
         absent = of is not None and not given(of, form)
         if (output.needs and output.needs not in form) or absent or (of and no_gradients):
             continue
-        found.append(output)
-    return found
+        outputs.append(output)
+    return outputs
 
 
 def oracle_bytes(spec: OpSpec, key: Key) -> int:

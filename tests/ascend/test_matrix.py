@@ -1,7 +1,7 @@
-"""The gate: every op x candidate x form x width x dtype, dense and packed, on Ascend's compiler and natively.
+"""The matrix: every op x candidate x form x width x dtype, dense and packed, on Ascend's compiler and natively.
 
 The whole matrix takes longer than a check may: half of it, chosen so that every two properties meet, runs always (a
-quarter of the chain, whose kernels are the other ops'), the rest is marked nightly and is part of `make ascend-gate`.
+quarter of the chain, whose kernels are the other ops'), the rest is marked nightly and is part of `make ascend-matrix`.
 """
 
 from collections.abc import Callable
