@@ -77,8 +77,8 @@ def _olmo(config: Configuration) -> Layer:
 
 def _kimi(config: Configuration) -> Layer:
     linear = config.get("linear_attn_config") or {}
-    H = linear.get("num_heads", config.get("linear_num_heads", 32))
-    K = linear.get("head_dim", config.get("linear_head_dim", 128))
+    H: Any = linear.get("num_heads", config.get("linear_num_heads", 32))
+    K: Any = linear.get("head_dim", config.get("linear_head_dim", 128))
     return Layer(H=H, HV=H, K=K, V=K, library="transformers", channels=True)
 
 
