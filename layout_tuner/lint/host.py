@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from .findings import Finding
 from .reporting import here
-from .sources import Source, is_jit
+from .sources import Source
 
 OPTIONS = ("num_warps", "num_stages")
 GATE = re.compile(r"d?(g|gk|gv|gate|gates|beta|g_?cumsum|decay|log_decay)\Z")
@@ -20,9 +20,7 @@ SAME = (*TRANSPOSING, "to", "float", "view", "reshape", "squeeze", "unsqueeze", 
 
 def check(source: Source) -> Iterator[Finding]:
     """Findings of all host code of a file."""
-    for function in _scopes(source.tree):
-        name = getattr(function, "name", "")
-        nodes = list(_own(function))
+    for name, nodes in source.scopes:
         calls = [node for node in nodes if isinstance(node, ast.Call)]
         grids = _grids(nodes)
         launches = [call for call in calls if _is_launch(call, source, grids)]
@@ -34,24 +32,7 @@ def check(source: Source) -> Iterator[Finding]:
             yield from _mixed_strides(nodes, launches, source, name)
 
 
-def _scopes(tree: ast.Module) -> Iterator[ast.AST]:
-    yield tree
-    yield from (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-
-
-def _own(scope: ast.AST) -> Iterator[ast.AST]:
-    """Nodes of a scope in the order of the text, without inner functions; of device code its decorators only."""
-    body: list[ast.AST] = list(ast.iter_child_nodes(scope))
-    if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
-        body = list(scope.decorator_list) if is_jit(scope) else [*scope.decorator_list, *scope.body]
-    for child in body:
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        yield child
-        yield from _own(child)
-
-
-def _grids(nodes: list[ast.AST]) -> dict[str, ast.expr]:
+def _grids(nodes: list[ast.Call | ast.Assign]) -> dict[str, ast.expr]:
     """Tuples, and lambdas that return them, by the names they are bound to."""
     found = {}
     for node in nodes:
@@ -141,7 +122,9 @@ def _waiting(calls: list[ast.Call], source: Source, function: str) -> Iterator[F
             yield here(call, source, function, "LT012", f"{ast.unparse(call)} waits for the device between launches")
 
 
-def _mixed_strides(nodes: list[ast.AST], launches: list[ast.Call], source: Source, function: str) -> Iterator[Finding]:
+def _mixed_strides(
+    nodes: list[ast.Call | ast.Assign], launches: list[ast.Call], source: Source, function: str
+) -> Iterator[Finding]:
     """LT003: of two tensors that are transposed to one another a launch has the one, and strides of the other.
 
     A name that is bound again stands for another tensor, so that strides taken before are of the old one.
@@ -176,7 +159,7 @@ def _mixed_strides(nodes: list[ast.AST], launches: list[ast.Call], source: Sourc
                     strides[name] = of
                 if before is not None:
                     origin[current(name)] = before
-        elif node in launches and isinstance(node, ast.Call):
+        elif isinstance(node, ast.Call) and node in launches:
             given = [*node.args, *[keyword.value for keyword in node.keywords]]
             tensors = {current(each.id) for each in given if isinstance(each, ast.Name)}
             for each in given:

@@ -268,8 +268,7 @@ class _Frame:
         first = operands[0] if operands else next(iter(named.values()), (SCALAR,))
         match name:
             case "arange":
-                extent = ast.unparse(node.args[-1]) if node.args else ""
-                return (Value(axes=((),), extents=(extent,)),)
+                return (Value(axes=((),), extents=(self.text(node.args[-1]) if node.args else "",)),)
             case "make_block_ptr":
                 return self.block_pointer(node, first)
             case "load" | "store":
@@ -302,13 +301,19 @@ class _Frame:
         tiles = [each for values in operands for each in values if each.is_tile]
         return unique([elementwise(each) for each in tiles]) or (SCALAR,)
 
+    def text(self, node: ast.expr) -> str:
+        """A length as the kernel calls it, if it is a name of a helper's."""
+        terms = {value.term for value in self.value(node)}
+        term = terms.pop() if len(terms) == 1 else UNKNOWN
+        return ast.unparse(node) if term == UNKNOWN else "*".join(term) or "1"
+
     def block_pointer(self, node: ast.Call, base: Alternatives) -> Alternatives:
         strides, shape = argument(node, 2, "strides"), argument(node, 4, "block_shape")
         axes: tuple[Alternatives, ...] = ()
         if strides is not None:
             for value in self.value(strides):
                 axes = value.items or axes
-        extents = tuple(map(ast.unparse, shape.elts)) if isinstance(shape, ast.Tuple | ast.List) else ()
+        extents = tuple(map(self.text, shape.elts)) if isinstance(shape, ast.Tuple | ast.List) else ()
         found = [
             replace(value, axes=None if not axes else chosen, extents=extents, wide=False)
             for value in base

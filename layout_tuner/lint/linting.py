@@ -62,7 +62,7 @@ def lint(paths: Iterable[str], *, rules: Collection[str] | None = None) -> Repor
     unread = {}
     for file in files:
         try:
-            source = read(file)
+            source = read(file, named=str(file) in paths)
         except UnreadableError as error:
             if str(file) in paths:
                 wrong.append(f"{file}: {error}")

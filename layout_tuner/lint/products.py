@@ -7,8 +7,10 @@ from collections.abc import Iterable, Iterator
 
 from .findings import Finding
 from .reporting import header, here
-from .sources import Source
+from .sources import Source, children
 
+# Names whose values are used, left operands with their products, names that are bound.
+Parts = tuple[list[ast.Name], list[tuple[str, ast.Call]], list[str]]
 Spent = dict[str, tuple[ast.Call, ast.For | ast.While | None]]
 
 
@@ -32,14 +34,20 @@ def used_again(function: ast.FunctionDef, source: Source) -> Iterator[Finding]:
             ),
         )
 
+    parts: dict[ast.AST, Parts] = {}
+
     def expressions(node: ast.AST, spent: Spent, loop: ast.For | ast.While | None) -> None:
-        """Uses in one statement, then the products in it."""
-        for name in _names(node):
+        """Uses in one statement, then the products in it, then what it binds."""
+        if node not in parts:
+            parts[node] = _parts(node)
+        used, dots, bound = parts[node]
+        for name in used:
             if name.id in spent:
                 use(name, spent)
-        for call in ast.walk(node):
-            if isinstance(call, ast.Call) and _is_dot(call) and call.args and isinstance(call.args[0], ast.Name):
-                spent[call.args[0].id] = (call, loop)
+        for left, call in dots:
+            spent[left] = (call, loop)
+        for each in bound:
+            spent.pop(each, None)
 
     def block(statements: Iterable[ast.stmt], spent: Spent, loop: ast.For | ast.While | None) -> bool:
         """Goes through statements; True where nothing behind them runs."""
@@ -48,18 +56,18 @@ def used_again(function: ast.FunctionDef, source: Source) -> Iterator[Finding]:
                 case ast.If(test=test, body=body, orelse=orelse):
                     expressions(test, spent, loop)
                     other = dict(spent)
-                    left, right = block(body, spent, loop), block(orelse, other, loop)
-                    if left and right:
+                    ended, other_ended = block(body, spent, loop), block(orelse, other, loop)
+                    if ended and other_ended:
                         return True
-                    if left:
+                    if ended:
                         spent.clear()
-                    if not right:
+                    if not other_ended:
                         spent.update(other)
                 case ast.For() | ast.While():
                     expressions(node.iter if isinstance(node, ast.For) else node.test, spent, loop)
                     for _ in range(2):
                         if isinstance(node, ast.For):
-                            _forget(node.target, spent)
+                            expressions(node.target, spent, node)
                         block(node.body, spent, node)
                     block(node.orelse, spent, loop)
                 case ast.With(body=body):
@@ -68,9 +76,6 @@ def used_again(function: ast.FunctionDef, source: Source) -> Iterator[Finding]:
                     pass
                 case _:
                     expressions(node, spent, loop)
-                    for target in ast.walk(node):
-                        if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store):
-                            spent.pop(target.id, None)
                     if isinstance(node, ast.Return | ast.Break | ast.Continue):
                         return True
         return False
@@ -79,23 +84,26 @@ def used_again(function: ast.FunctionDef, source: Source) -> Iterator[Finding]:
     yield from found.values()
 
 
-def _forget(target: ast.expr, spent: Spent) -> None:
-    for name in ast.walk(target):
-        if isinstance(name, ast.Name):
-            spent.pop(name.id, None)
-
-
-def _is_dot(call: ast.Call) -> bool:
-    return getattr(call.func, "attr", getattr(call.func, "id", "")) == "dot"
-
-
-def _names(node: ast.AST) -> Iterator[ast.Name]:
-    """Names whose values are used; the type and the shape of a tile are known without it."""
-    if isinstance(node, ast.Attribute) and node.attr in ("dtype", "shape", "type"):
-        return
-    if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-        yield node.target
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-        yield node
-    for child in ast.iter_child_nodes(node):
-        yield from _names(child)
+def _parts(node: ast.AST) -> Parts:
+    """What a statement uses, multiplies and binds."""
+    used: list[ast.Name] = []
+    dots: list[tuple[str, ast.Call]] = []
+    bound: list[str] = []
+    left: list[ast.AST] = [node]
+    while left:
+        each = left.pop()
+        match each:
+            case ast.Attribute(attr="dtype" | "shape" | "type"):
+                continue  # known without the values of the tile
+            case ast.Name(ctx=ast.Load()):
+                used.append(each)
+            case ast.Name(id=name):
+                bound.append(name)
+            case ast.AugAssign(target=ast.Name() as target):
+                used.append(target)
+            case ast.Call(args=[ast.Name(id=name), *_]) if (
+                getattr(each.func, "attr", getattr(each.func, "id", "")) == "dot"
+            ):
+                dots.append((name, each))
+        left += children(each)
+    return used, dots, bound

@@ -9,7 +9,7 @@ import os
 import re
 import tokenize
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,19 +28,24 @@ class Source:
 
     Attributes:
         path: The file, as it is named in findings.
-        tree: Its syntax tree.
         ignored: Rules that comments suppress, by line.
         functions: Its jit functions by name, those inside other functions and classes too.
         imported: What a name was imported as: module, level of a relative import, name there.
+        scopes: Calls and assignments of host code by the function they stand in, in the order of the text.
         constants: Numbers, truth values and None that names of the module are bound to.
     """
 
     path: Path
-    tree: ast.Module
     ignored: dict[int, frozenset[str]]
     functions: dict[str, ast.FunctionDef] = field(default_factory=dict)
     imported: dict[str, tuple[str, int, str]] = field(default_factory=dict)
+    scopes: list[tuple[str, list[ast.Call | ast.Assign]]] = field(default_factory=list)
     constants: dict[str, object] = field(default_factory=dict)
+
+    def scope(self, function: str) -> list[ast.Call | ast.Assign]:
+        """A new list of `scopes`."""
+        self.scopes.append((function, []))
+        return self.scopes[-1][1]
 
 
 def is_jit(node: ast.AST) -> bool:
@@ -110,32 +115,34 @@ def _installed(name: str) -> Path | None:
     return Path(spec.origin) if len(parts) == 1 and spec.has_location and spec.origin else None
 
 
-def read(path: Path) -> Source | None:
+def read(path: Path, *, named: bool = True) -> Source | None:
     """The source of a file, None where it does not mention Triton.
+
+    Args:
+        path: The file.
+        named: Whether the file itself was asked for, so that it has to be Python even without a word of Triton.
 
     Raises:
         UnreadableError: It cannot be read, or is no Python.
     """
     try:
         content = path.read_bytes()
-        if b"triton" not in content:
-            # Still a file that has to be Python: a typing error must not look like a clean file.
-            compile_only(content)
+        mentioned = b"triton" in content
+        if not mentioned and not named:
             return None
-        tree = compile_only(content)
+        with warnings.catch_warnings():
+            # What Python would warn of in it is not ours to say.
+            warnings.simplefilter("ignore")
+            tree = ast.parse(content)
+        if not mentioned:
+            return None
         ignored = _ignored(content) if b"layout-tuner:" in content else {}
     except OSError as error:
         raise UnreadableError(error.strerror or str(error)) from error
     except (SyntaxError, ValueError, RecursionError, tokenize.TokenError) as error:
         raise UnreadableError(f"not Python: {error}") from error
-    source = Source(path=path, tree=tree, ignored=ignored)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            if is_jit(node):
-                source.functions[node.name] = node
-        elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                source.imported[alias.asname or alias.name] = (node.module or "", node.level, alias.name)
+    source = Source(path=path, ignored=ignored)
+    _index(tree, source, source.scope(""))
     for statement in tree.body:
         match statement:
             case (
@@ -148,11 +155,39 @@ def read(path: Path) -> Source | None:
     return source
 
 
-def compile_only(content: bytes) -> ast.Module:
-    """The tree of a text; what Python would warn of is not ours to say."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return ast.parse(content)
+def children(node: ast.AST) -> Iterator[ast.AST]:
+    """Nodes right below one, in the order of the text; much quicker than `ast.iter_child_nodes`."""
+    for value in vars(node).values():
+        if isinstance(value, list):
+            for each in value:
+                if isinstance(each, ast.AST):
+                    yield each
+        elif isinstance(value, ast.AST):
+            yield value
+
+
+def _index(node: ast.AST, source: Source, scope: list[ast.Call | ast.Assign]) -> None:
+    """Sorts what is below a node by the function it stands in; device code but for its decorators is left out."""
+    for child in children(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            for decorator in child.decorator_list:
+                if isinstance(decorator, ast.Call):
+                    scope.append(decorator)
+                _index(decorator, source, scope)
+            if is_jit(child):
+                assert isinstance(child, ast.FunctionDef)
+                source.functions[child.name] = child
+            else:
+                inner = source.scope(child.name)
+                for statement in child.body:
+                    _index(ast.Module(body=[statement], type_ignores=[]), source, inner)
+            continue
+        if isinstance(child, ast.ImportFrom):
+            for alias in child.names:
+                source.imported[alias.asname or alias.name] = (child.module or "", child.level, alias.name)
+        elif isinstance(child, ast.Call | ast.Assign):
+            scope.append(child)
+        _index(child, source, scope)
 
 
 def _ignored(content: bytes) -> dict[int, frozenset[str]]:
@@ -167,11 +202,11 @@ class Library:
     """All sources of a run, to find helpers that one imports from another."""
 
     def __init__(self, sources: Iterable[Source]) -> None:
-        self._by_stem: dict[str, list[Source]] = {}
+        self._by_stem: dict[str, list[tuple[tuple[str, ...], Source]]] = {}
         for source in sources:
             path = source.path.resolve()
-            stem = path.parent.name if path.name == "__init__.py" else path.stem
-            self._by_stem.setdefault(stem, []).append(source)
+            way = path.parent.parts if path.name == "__init__.py" else path.with_suffix("").parts
+            self._by_stem.setdefault(way[-1], []).append((way, source))
 
     def helper(self, source: Source, name: str, depth: int = 4) -> tuple[Source, ast.FunctionDef] | None:
         """The jit function that a name stands for in a source, and the source that it lies in."""
@@ -186,9 +221,7 @@ class Library:
             parts = [*folder.parts, *parts]
         if not parts:
             return None
-        for other in self._by_stem.get(parts[-1], ()):
-            path = other.path.resolve()
-            way = path.parent.parts if path.name == "__init__.py" else path.with_suffix("").parts
+        for way, other in self._by_stem.get(parts[-1], ()):
             if other is not source and way[-len(parts) :] == tuple(parts):
                 return self.helper(other, original, depth - 1)
         return None
