@@ -34,7 +34,7 @@ def check(source: Source) -> Iterator[Finding]:
 
 def _grids(nodes: list[ast.Call | ast.Assign]) -> dict[str, ast.expr]:
     """Tuples, and lambdas that return them, by the names they are bound to."""
-    found = {}
+    found: dict[str, ast.expr] = {}
     for node in nodes:
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=(ast.Tuple() | ast.Lambda()) as value):

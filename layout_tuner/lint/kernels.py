@@ -35,7 +35,7 @@ class Noted:
         node: The expression: a call, a comparison or a subscript.
         source: The file it stands in, which may be that of a helper.
         function: The function it stands in.
-        what: `load`, `store`, `block pointer`, `comparison`, `subscript`, or what Triton calls the function.
+        what: `load`, `store`, `dot`, `block pointer`, `comparison`, `subscript`, or what Triton calls the function.
         values: What its operands may be: of an access the address, of the rest all operands.
         loop: The innermost loop around it.
         constants: Parameters of the kernel that are known when it is compiled.
@@ -50,7 +50,6 @@ class Noted:
     constants: frozenset[str]
 
 
-MADE = {"zeros": 0, "full": 0, "zeros_like": None, "full_like": None}
 SHAPED_ALIKE = {"max_contiguous", "multiple_of", "advance", "debug_barrier"}
 TAKEN_APART = {"reshape", "view", "join", "split", "interleave", "cat"}
 REDUCING = {"sum", "max", "min", "argmax", "argmin", "reduce", "xor_sum"}
@@ -246,7 +245,7 @@ class _Frame:
         values = self.value(node.value)
         self.note(node, "subscript", (values,))
         index = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        found = []
+        found: list[Value] = []
         for value in values:
             place = index[0].value if isinstance(index[0], ast.Constant) else None
             if value.items is not None and isinstance(place, int) and -len(value.items) <= place < len(value.items):
@@ -288,6 +287,7 @@ class _Frame:
                 rank = len(shape.elts) if isinstance(shape, ast.Tuple | ast.List) else None
                 return (Value(axes=None if rank is None else (UNKNOWN,) * rank),)
             case "dot":
+                self.note(node, "dot", (first,))
                 return (Value(axes=(UNKNOWN, UNKNOWN)),)
             case "where":
                 return unique([computed(a, b) for a, b in pairs(first, operands[-1] if operands else (SCALAR,))])

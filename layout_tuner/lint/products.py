@@ -27,8 +27,8 @@ def used_again(function: ast.FunctionDef, source: Source) -> Iterator[Finding]:
                 source,
                 function.name,
                 "LT008",
-                f"{name.id} is the left operand of this tl.dot and is used again in line {name.lineno}: Ascend's"
-                " compiler may have overwritten it",
+                f"{name.id} is the left operand of this tl.dot and is used again in"
+                f" {_where(name, dot)}: Ascend's compiler may have overwritten it",
                 tensor=name.id,
                 loop=header(loop),
             ),
@@ -84,6 +84,11 @@ def used_again(function: ast.FunctionDef, source: Source) -> Iterator[Finding]:
     yield from found.values()
 
 
+def _where(name: ast.Name, dot: ast.Call) -> str:
+    again = dot.lineno <= name.lineno <= (dot.end_lineno or 0) or name.lineno < dot.lineno
+    return f"line {name.lineno}, in the next turn of a loop" if again else f"line {name.lineno}"
+
+
 def _parts(node: ast.AST) -> Parts:
     """What a statement uses, multiplies and binds."""
     used: list[ast.Name] = []
@@ -92,18 +97,18 @@ def _parts(node: ast.AST) -> Parts:
     left: list[ast.AST] = [node]
     while left:
         each = left.pop()
-        match each:
-            case ast.Attribute(attr="dtype" | "shape" | "type"):
-                continue  # known without the values of the tile
-            case ast.Name(ctx=ast.Load()):
+        if isinstance(each, ast.Name):
+            if isinstance(each.ctx, ast.Load):
                 used.append(each)
-            case ast.Name(id=name):
-                bound.append(name)
-            case ast.AugAssign(target=ast.Name() as target):
-                used.append(target)
-            case ast.Call(args=[ast.Name(id=name), *_]) if (
-                getattr(each.func, "attr", getattr(each.func, "id", "")) == "dot"
-            ):
-                dots.append((name, each))
+            else:
+                bound.append(each.id)
+            continue
+        if isinstance(each, ast.Attribute) and each.attr in ("dtype", "shape", "type"):
+            continue  # known without the values of the tile
+        if isinstance(each, ast.AugAssign) and isinstance(each.target, ast.Name):
+            used.append(each.target)
+        elif isinstance(each, ast.Call) and getattr(each.func, "attr", getattr(each.func, "id", "")) == "dot":
+            if each.args and isinstance(each.args[0], ast.Name):
+                dots.append((each.args[0].id, each))
         left += children(each)
     return used, dots, bound

@@ -116,7 +116,7 @@ def _installed(name: str) -> Path | None:
 
 
 def read(path: Path, *, named: bool = True) -> Source | None:
-    """The source of a file, None where it does not mention Triton.
+    """The source of a file, None where it does not mention Triton, or is Gluon.
 
     Args:
         path: The file.
@@ -152,6 +152,8 @@ def read(path: Path, *, named: bool = True) -> Source | None:
                 inner = value.args[0] if isinstance(value, ast.Call) and len(value.args) == 1 else value
                 if isinstance(inner, ast.Constant):
                     source.constants[name] = inner.value
+    if any(module.startswith("triton.experimental") for module, _, _ in source.imported.values()):
+        return None  # Gluon: for NVIDIA's and AMD's devices only
     return source
 
 
