@@ -14,7 +14,10 @@ from layout_tuner.lint import RULES, Finding, lint
 
 ROOT = Path(__file__).parents[1]
 HEAD = "import triton\nimport triton.language as tl\nimport torch\n\n\n"
-KERNEL = "@triton.jit\ndef kernel(g, o, cu, T, stride, H: tl.constexpr, HV: tl.constexpr, BT: tl.constexpr, C: tl.constexpr):\n"
+KERNEL = (
+    "@triton.jit\ndef kernel(g, o, cu, T, stride,"
+    " H: tl.constexpr, HV: tl.constexpr, BT: tl.constexpr, C: tl.constexpr):\n"
+)
 
 
 def found(folder: Path, text: str, rule: str | None = None) -> list[Finding]:
@@ -53,7 +56,10 @@ BAD = {
         "LT003",
         "def launch(g, kernel):\n    step = g.stride(1)\n    g = g.transpose(1, 2)\n    kernel[(1,)](g, step)\n",
     ),
-    "LT003 other name": ("LT003", "def launch(g, kernel):\n    gt = g.transpose(1, 2)\n    kernel[(1,)](gt, g.stride(1))\n"),
+    "LT003 other name": (
+        "LT003",
+        "def launch(g, kernel):\n    gt = g.transpose(1, 2)\n    kernel[(1,)](gt, g.stride(1))\n",
+    ),
     "LT004 number": ("LT004", kernel(TIME, "b = tl.load(g + o_t)", "c = b[0]")),
     "LT004 slice": ("LT004", kernel(TIME, "b = tl.load(g + o_t)", "c = b[:16]")),
     "LT004 tensor": ("LT004", kernel(TIME, "b = tl.load(g + o_t)", "c = b[tl.arange(0, 16)]")),
@@ -80,7 +86,10 @@ BAD = {
     "LT012": ("LT012", "def launch(kernel, g, n):\n    kernel[(n.max().item(),)](g)\n"),
 }  # fmt: skip
 GOOD = {
-    "LT001 contiguous": ("LT001", kernel(TIME, "b = tl.load(g + tl.program_id(1) * HV * T + o_t, mask=o_t < T, other=0)")),
+    "LT001 contiguous": (
+        "LT001",
+        kernel(TIME, "b = tl.load(g + tl.program_id(1) * HV * T + o_t, mask=o_t < T, other=0)"),
+    ),
     "LT001 rows": ("LT001", kernel(TIME, "o_k = tl.arange(0, 64)", "b = tl.load(g + o_t[:, None] * HV * 64 + o_k)")),
     "LT001 heads": ("LT001", kernel("o_h = tl.arange(0, 8)", "b = tl.load(g + tl.program_id(0) * HV + o_h)")),
     "LT001 scalar": ("LT001", kernel("for i in range(T):", "    b = tl.load(g + i * HV)")),
@@ -112,7 +121,10 @@ GOOD = {
         kernel("a = tl.load(g)", "if C:", "    b = tl.dot(a, a)", "else:", "    b = tl.dot(a, tl.trans(a))"),
     ),
     "LT009": ("LT009", "def launch(kernel, g):\n    kernel[(1,)](g, BT=4)\n    other(num_warps=4)\n"),
-    "LT010": ("LT010", "def launch(kernel, g, n):\n    kernel[(n,)](g)\n    kernel[(n, 1, 1)](g)\n    kernel[(4, 2)](g)\n"),
+    "LT010": (
+        "LT010",
+        "def launch(kernel, g, n):\n    kernel[(n,)](g)\n    kernel[(n, 1, 1)](g)\n    kernel[(4, 2)](g)\n",
+    ),
     "LT011": ("LT011", "def op(q, g):\n    return q.contiguous(), g.transpose(1, 2)\n"),
     "LT012 no launch": ("LT012", "def prepare(n):\n    return n.max().item()\n"),
 }  # fmt: skip
@@ -173,6 +185,14 @@ def test_helpers_of_other_files_are_followed(tmp_path: Path) -> None:
     )
     places = {Path(each.path).name for each in lint([str(package)], rules=["LT001"]).findings}
     assert places == {"uses.py", "absolute.py"}
+
+
+def test_a_helper_is_judged_by_what_it_is_called_with(tmp_path: Path) -> None:
+    """Alone, the second offset could be a scalar; the kernel passes an axis of the tile."""
+    helper = "@triton.jit\ndef tile(g, H, o_t, o_k):\n    return tl.load(g + o_t[:, None] * H + o_k)\n\n"
+    helper += "@triton.jit\ndef rows(g, H, o_k, BT: tl.constexpr):\n    return tile(g, H, tl.arange(0, BT), o_k)\n\n"
+    assert found(tmp_path, helper + kernel("b = rows(g, HV, tl.arange(0, 64)[None, :], BT)"), "LT001") == []
+    assert len(found(tmp_path, helper + kernel("b = rows(g, HV, 3, BT)"), "LT001")) == 1
 
 
 def test_nothing_is_imported_and_torch_is_not_needed(tmp_path: Path) -> None:

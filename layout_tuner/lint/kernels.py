@@ -338,6 +338,7 @@ class _Frame:
         bindings.update(zip(wanted, given))
         bindings.update({name: values for name, values in named.items() if name in bindings})
         frame = _Frame(walk=self.walk, source=source, function=function, bindings=bindings)
+        self.walk.library.called.add(function)
         self.walk.calls.append(function)
         frame.block(function.body)
         self.walk.calls.pop()

@@ -56,11 +56,8 @@ def lint(paths: Iterable[str], *, rules: Collection[str] | None = None) -> Repor
         else [f"{rule}: no such rule; there are {', '.join(RULES)}" for rule in rules if rule not in RULES]
     )
     paths = list(paths)
-    files: list[Path] = []
-    try:
-        files = files_of(paths)
-    except ConfigError as error:
-        wrong.append(str(error))
+    files, lost = files_of(paths)
+    wrong += lost
     with _without_collector():
         return _report(files, paths, wrong, rules)
 
@@ -83,13 +80,12 @@ def _report(files: list[Path], paths: list[str], wrong: list[str], rules: Collec
     library = Library(sources)
     ignored = {str(source.path): source.ignored for source in sources}
     kept: dict[tuple[str, str, int, int], Finding] = {}
-    for source in sources:
-        for finding in _findings(source, library):
-            if rules is not None and finding.rule not in rules:
-                continue
-            lines = range(finding.line, finding.end_line + 1)
-            if not any(finding.rule in ignored[finding.path].get(line, ()) for line in lines):
-                _keep(kept, finding)
+    for finding in _findings(sources, library):
+        if rules is not None and finding.rule not in rules:
+            continue
+        lines = range(finding.line, finding.end_line + 1)
+        if not any(finding.rule in ignored[finding.path].get(line, ()) for line in lines):
+            _keep(kept, finding)
     order = sorted(kept.values(), key=lambda each: (each.path, each.line, each.column, each.rule))
     return Report(files=len(files) - len(unread), unread=unread, findings=tuple(order))
 
@@ -111,12 +107,18 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _findings(source: Source, library: Library) -> Iterator[Finding]:
-    for function in source.functions.values():
-        every = notes(function, source, library)
-        for noted in every:
-            for rule in KERNEL_RULES:
-                yield from rule(noted)
-        if any(noted.what == "dot" for noted in every):
+def _findings(sources: list[Source], library: Library) -> Iterator[Finding]:
+    every = [
+        (function, source, notes(function, source, library))
+        for source in sources
+        for function in source.functions.values()
+    ]
+    for function, source, noted in every:
+        if function not in library.called:
+            for each in noted:
+                for rule in KERNEL_RULES:
+                    yield from rule(each)
+        if any(each.what == "dot" for each in noted):
             yield from products.used_again(function, source)
-    yield from host.check(source)
+    for source in sources:
+        yield from host.check(source)

@@ -108,7 +108,6 @@ def _parts(node: ast.AST) -> Parts:
         if isinstance(each, ast.AugAssign) and isinstance(each.target, ast.Name):
             used.append(each.target)
         elif isinstance(each, ast.Call) and getattr(each.func, "attr", getattr(each.func, "id", "")) == "dot":
-            if each.args and isinstance(each.args[0], ast.Name):
-                dots.append((each.args[0].id, each))
+            dots += [(left_operand.id, each) for left_operand in each.args[:1] if isinstance(left_operand, ast.Name)]
         left += children(each)
     return used, dots, bound

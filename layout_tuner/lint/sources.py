@@ -13,8 +13,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..errors import ConfigError
-
 SUPPRESSION = re.compile(r"#\s*layout-tuner:\s*ignore\[([^\]]*)\]")
 
 
@@ -60,11 +58,10 @@ def is_jit(node: ast.AST) -> bool:
     return False
 
 
-def files_of(paths: Iterable[str]) -> list[Path]:
-    """The Python files that paths name: a file, a folder, or an installed package or module by its dotted name.
+def files_of(paths: Iterable[str]) -> tuple[list[Path], list[str]]:
+    """The Python files that paths name, and what is wrong with the paths that name none.
 
-    Raises:
-        ConfigError: A path leads nowhere; names all of them.
+    A path is a file, a folder, or an installed package or module by its dotted name.
     """
     files: dict[Path, None] = {}
     wrong = []
@@ -74,9 +71,7 @@ def files_of(paths: Iterable[str]) -> list[Path]:
             wrong.append(f"{path}: {found}")
         else:
             files.update(dict.fromkeys(found))
-    if wrong:
-        raise ConfigError("\n".join(["these paths cannot be read:", *wrong] if len(wrong) > 1 else wrong))
-    return list(files)
+    return list(files), wrong
 
 
 def _files(path: str) -> list[Path] | str:
@@ -201,9 +196,14 @@ def _ignored(content: bytes) -> dict[int, frozenset[str]]:
 
 
 class Library:
-    """All sources of a run, to find helpers that one imports from another."""
+    """All sources of a run, to find helpers that one imports from another.
+
+    Attributes:
+        called: The jit functions that other ones were seen to call. Alone, nothing is known of their arguments.
+    """
 
     def __init__(self, sources: Iterable[Source]) -> None:
+        self.called: set[ast.FunctionDef] = set()
         self._by_stem: dict[str, list[tuple[tuple[str, ...], Source]]] = {}
         for source in sources:
             path = source.path.resolve()
