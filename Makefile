@@ -15,7 +15,7 @@ SHAPES ?= examples/shapes.json
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help install warmup test test-all lint ascend ascend-test ascend-gate ascend-docs clean
+.PHONY: help install warmup test test-all lint ascend ascend-test ascend-matrix ascend-docs clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -63,13 +63,13 @@ ascend: .venv-ascend/.installed
 	if [ -n "$$missing" ]; then echo "running compiled kernels on this CPU also needs$$missing:" \
 	  "apt-get install mlir-19-tools llvm-19 clang-19"; fi
 
-## make ascend-test what lowers, counts and runs kernels for Ascend, and half of the gate: every pair of properties
+## make ascend-test what lowers, counts and runs kernels for Ascend, and half of the matrix: every pair of properties
 ascend-test: $(INSTALLED) ascend
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) -m "not nightly" tests/ascend
 
-## make ascend-gate every op, candidate, form, width, dtype and target on Ascend's compiler and natively; long
-ascend-gate: $(INSTALLED) ascend
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) tests/ascend/test_gate.py
+## make ascend-matrix every op, candidate, form, width, dtype and target on Ascend's compiler and natively; long
+ascend-matrix: $(INSTALLED) ascend
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) tests/ascend/test_matrix.py
 
 ## make ascend-docs write docs/ascend.md: what the kernels compile to, beside the public ones; the whole matrix, long
 ascend-docs: $(INSTALLED) ascend

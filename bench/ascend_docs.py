@@ -35,7 +35,7 @@ module, and holds for these versions only: {version}. Counts and bytes, never ti
 | install the compiler, no NPU needed | `make ascend` |
 | this file | `make ascend-docs` |
 | the checks behind it, and the compiled kernels run on a CPU against the oracle | `make ascend-test` |
-| the same for the whole matrix | `make ascend-gate` |
+| the same for the whole matrix | `make ascend-matrix` |
 | one op's candidates side by side, with source lines | `tuner explain --op OP --shape {shape} --target {target}` |
 | planned bytes of its tiles against predicted ones | `python bench/ascend_tiles.py OP` |
 
@@ -168,7 +168,7 @@ def _cell(ours: float, theirs: float | None) -> str:
 
 
 def downgrades(rows: Sequence[matrix.Row], whole: bool) -> list[str]:
-    """What the compiler gave up, and what does not meet the gate."""
+    """What the compiler gave up, and what does not meet the requirements of the matrix."""
     table = []
     for row in rows:
         key = row.case.key
@@ -197,7 +197,7 @@ def downgrades(rows: Sequence[matrix.Row], whole: bool) -> list[str]:
         ]
     else:
         lines.append("None gave anything up.")
-    lines += ["", f"{len(failing)} complaints of the gate."]
+    lines += ["", f"{len(failing)} complaints."]
     lines += [f"- {row.report.candidate} {row.case.key}: {text}" for row, text in failing]
     return lines
 

@@ -36,6 +36,7 @@ from layout_tuner.tuning import isolation
 
 HIDDEN = 1024
 STEADY = 5
+UNGUARDED = Path(__file__).resolve().parent / "unguarded"
 MODES = {"default": "none", "process": "process", "inline": "none"}
 
 
@@ -44,8 +45,6 @@ def layers_of(shape: str, count: int, device: torch.device) -> tuple[list[Any], 
     tokens, heads, head_dim = shape.split("/")
     B, T = map(int, tokens.split("x"))
     layer = importlib.import_module("fla.layers").GatedDeltaNet
-    # Its gated backward is refused on Hopper with Triton 3.4 to 3.7.0; without it the library is no rival.
-    importlib.import_module("fla.ops.common.chunk_o").IS_NVIDIA_HOPPER = False  # type: ignore[attr-defined]
     torch.manual_seed(0)
     made = [
         layer(
@@ -100,7 +99,12 @@ def fresh(mode: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """The same in a process with empty caches."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, *sys.argv[1:], "--mode", mode]
-        variables = os.environ | {"TRITON_CACHE_DIR": f"{folder}/triton", "FIRST_STEP_FOLDER": folder}
+        # The library's gated backward is refused on Hopper with Triton 3.4 to 3.7.0; without it it is no rival. The
+        # process that tunes has to see that too.
+        path = os.pathsep.join(filter(None, [str(UNGUARDED), os.environ.get("PYTHONPATH")]))
+        variables = os.environ | {
+            "TRITON_CACHE_DIR": f"{folder}/triton", "FIRST_STEP_FOLDER": folder, "PYTHONPATH": path,
+        }  # fmt: skip
         done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

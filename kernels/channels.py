@@ -13,26 +13,7 @@ themselves, `D if T_CONTIG else HV * D`: triton-ascend 3.2 takes what a function
 import triton
 import triton.language as tl
 
-from .time_axis import clear_rows, load_bounded, time_axis_offset, time_axis_stride
-
-
-@triton.jit
-def chunk_start(
-    p_x,
-    i_b,
-    i_t,
-    bos,
-    i_h,
-    T,
-    HV: tl.constexpr,
-    D: tl.constexpr,
-    BT: tl.constexpr,
-    T_CONTIG: tl.constexpr,
-):
-    """Where head `i_h` of the first token of chunk `i_t` of a sequence begins; D is 1 without channels."""
-    stride: tl.constexpr = time_axis_stride(HV, T_CONTIG)
-    first = time_axis_offset(i_b, bos, i_h, T, HV, T_CONTIG) + tl.cast(i_t, tl.int64) * BT * stride
-    return p_x + first * D
+from .time_axis import clear_rows, load_bounded
 
 
 @triton.jit

@@ -18,15 +18,10 @@ gate, what follows against its last, which makes every factor at most 1, and the
 import triton
 import triton.language as tl
 
-from .channels import (
-    chunk_start,
-    clear_outside_channels,
-    load_channels,
-    load_row,
-    store_channels,
-)
+from .channels import clear_outside_channels, load_channels, load_row, store_channels
 from .kda_decay import earlier_factor, later_factor, load_references, pairs
 from .time_axis import (
+    chunk_pointer,
     clear_outside_rows,
     clear_outside_time_axis,
     load_time_axis,
@@ -103,10 +98,10 @@ def chunk_kda_bwd_intra(
         o_next = begin + 16 + o_s
         m_next = o_next < tokens
         head = (first * H + i_h // (HV // H)) * K
-        p_g = chunk_start(g, i_b, i_t, bos, i_h, T, HV, K, BT, G_T_CONTIG)
-        p_dg = chunk_start(dg, i_b, i_t, bos, i_h, T, HV, K, BT, DG_T_CONTIG)
-        p_dg_out = chunk_start(dg_out, i_b, i_t, bos, i_h, T, HV, K, BT, DG_T_CONTIG)
-        p_beta = chunk_start(beta, i_b, i_t, bos, i_h, T, HV, 1, BT, BETA_T_CONTIG)
+        p_g = chunk_pointer(g, i_b, i_t, bos, i_h, T, HV, BT, G_T_CONTIG, K)
+        p_dg = chunk_pointer(dg, i_b, i_t, bos, i_h, T, HV, BT, DG_T_CONTIG, K)
+        p_dg_out = chunk_pointer(dg_out, i_b, i_t, bos, i_h, T, HV, BT, DG_T_CONTIG, K)
+        p_beta = chunk_pointer(beta, i_b, i_t, bos, i_h, T, HV, BT, BETA_T_CONTIG)
         b_beta = load_time_axis(p_beta + begin * beta_stride, o_r, m_t, HV, BETA_T_CONTIG).to(tl.float32)
         o_A = o_t[:, None] * (HV * BT) + begin + o_r[None, :]
         # Whole rows are loaded and the rest selected: Ascend's compiler takes masks of rectangles only.
@@ -196,8 +191,8 @@ def chunk_kda_bwd_intra(
             b_ones = tl.full([BK, 16], 1.0, dtype=tl.float32)
             b_db += tl.dot(b_row * b_k, b_ones, input_precision=DOT_PRECISION)
 
-        p_db = chunk_start(dbeta, i_b, i_t, bos, i_h, T, HV, 1, BT, DB_T_CONTIG) + begin * db_stride
-        p_db_out = chunk_start(dbeta_out, i_b, i_t, bos, i_h, T, HV, 1, BT, DB_T_CONTIG) + begin * db_stride
+        p_db = chunk_pointer(dbeta, i_b, i_t, bos, i_h, T, HV, BT, DB_T_CONTIG) + begin * db_stride
+        p_db_out = chunk_pointer(dbeta_out, i_b, i_t, bos, i_h, T, HV, BT, DB_T_CONTIG) + begin * db_stride
         b_x = load_time_axis(p_db, o_r, m_t, HV, DB_T_CONTIG).to(tl.float32)
         b_x += tl.sum(tl.where(o_r[None, :] == 0, b_db, 0.0), axis=1)
         store_time_axis(p_db_out, o_r, b_x, m_t, HV, DB_T_CONTIG)

@@ -9,9 +9,9 @@ a computed tile is then the right operand of each, and Triton 3.4 to 3.7.0 on Ho
 import triton
 import triton.language as tl
 
-from .channels import chunk_start, load_channels, store_channels
+from .channels import load_channels, store_channels
 from .state import load_state, state_offset
-from .time_axis import clear_outside_rows, locate_chunk
+from .time_axis import chunk_pointer, clear_outside_rows, locate_chunk
 
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "TASKS"])
@@ -60,7 +60,7 @@ def chunk_gla_fwd_o_gk(
         m_t = i_t * BT + o_t < length
         o_v = (i_task % NV) * BV + tl.arange(0, BV)
         p_q = q + (first * H + i_h // (HV // H)) * K
-        p_g = chunk_start(g, i_b, i_t, bos, i_h, T, HV, K, BT, G_T_CONTIG)
+        p_g = chunk_pointer(g, i_b, i_t, bos, i_h, T, HV, BT, G_T_CONTIG, K)
         p_h = h + state_offset(i_c, i_h, HV, K, V)
 
         b_o = tl.zeros([BV, BT], dtype=tl.float32)

@@ -18,11 +18,11 @@ without atomics; whoever launches adds those rows.
 import triton
 import triton.language as tl
 
-from .channels import chunk_start, clear_outside_channels, load_channels, store_channels
+from .channels import clear_outside_channels, load_channels, store_channels
 from .gate import _softplus as softplus
 from .gate import sigmoid
 from .local_cumsum import RESET, bounded
-from .time_axis import locate_chunk
+from .time_axis import chunk_pointer, locate_chunk
 
 
 @triton.jit
@@ -128,7 +128,7 @@ def kda_gate_chunk_cumsum(
         i_b, i_t, bos, length = locate_chunk(i_ch // HV, cu_seqlens, chunk_indices, T, NT, N, BT, IS_VARLEN)
         m_t = i_t * BT + o_t < length
         o_k = i_task % NK * BK + tl.arange(0, BK)
-        p_g = chunk_start(g, i_b, i_t, bos, i_h, T, HV, K, BT, G_T_CONTIG)
+        p_g = chunk_pointer(g, i_b, i_t, bos, i_h, T, HV, BT, G_T_CONTIG, K)
         b_x = _biased(load_channels(p_g, o_t, o_k, m_t, K, g_stride), dt_bias, i_h, o_k, K, USE_DT_BIAS)
         if GATE != "plain":
             b_rate = _rate(A_log, i_h, o_k < K, USE_A_LOG)[None, :]
@@ -146,7 +146,7 @@ def kda_gate_chunk_cumsum(
             else:
                 m_sum = o_t[:, None] >= o_t[None, :]
             b_x = column_sums(tl.where(m_sum, 1.0, 0.0), b_x, SPLIT)
-        p_out = chunk_start(out, i_b, i_t, bos, i_h, T, HV, K, BT, OUT_T_CONTIG)
+        p_out = chunk_pointer(out, i_b, i_t, bos, i_h, T, HV, BT, OUT_T_CONTIG, K)
         store_channels(p_out, o_t, o_k, m_t, b_x * scale, K, out_stride)
 
 
@@ -200,9 +200,9 @@ def kda_gate_bwd(
             i_t = i_block % ROW_BLOCKS
             bos = tl.cast(i_b, tl.int64) * T
             m_t = i_t * BT + o_t < T
-            p_g = chunk_start(g, i_b, i_t, bos, i_h, T, HV, K, BT, G_T_CONTIG)
+            p_g = chunk_pointer(g, i_b, i_t, bos, i_h, T, HV, BT, G_T_CONTIG, K)
             b_x = _biased(load_channels(p_g, o_t, o_k, m_t, K, g_stride), dt_bias, i_h, o_k, K, USE_DT_BIAS)
-            p_dgate = chunk_start(dgate, i_b, i_t, bos, i_h, T, HV, K, BT, DGATE_T_CONTIG)
+            p_dgate = chunk_pointer(dgate, i_b, i_t, bos, i_h, T, HV, BT, DGATE_T_CONTIG, K)
             b_dgate = load_channels(p_dgate, o_t, o_k, m_t, K, dgate_stride).to(tl.float32)
             if GATE == "softplus":
                 if RESETS:
@@ -216,7 +216,7 @@ def kda_gate_bwd(
                 b_x = tl.where(b_dgate == 0.0, 0.0, b_x)
                 b_dx = b_dgate * lower_bound * sigmoid(b_rate * b_x) * sigmoid(-b_rate * b_x) * b_rate
                 b_dA += b_dx * b_x
-            p_dg = chunk_start(dg, i_b, i_t, bos, i_h, T, HV, K, BT, DG_T_CONTIG)
+            p_dg = chunk_pointer(dg, i_b, i_t, bos, i_h, T, HV, BT, DG_T_CONTIG, K)
             store_channels(p_dg, o_t, o_k, m_t, b_dx, K, dg_stride)
             b_dbias += b_dx
         # A product with ones adds in one order whatever the layouts are; tl.sum would follow the tile's.

@@ -11,9 +11,9 @@ reference, which makes both factors at most 1, and among each other as `kda_deca
 import triton
 import triton.language as tl
 
-from .channels import chunk_start, load_channels, load_row
+from .channels import load_channels, load_row
 from .kda_decay import as_factor, earlier_factor, later_factor, load_references, pairs
-from .time_axis import clear_outside_rows, load_time_axis, locate_chunk
+from .time_axis import chunk_pointer, clear_outside_rows, load_time_axis, locate_chunk
 
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "TASKS"])
@@ -64,8 +64,8 @@ def chunk_kda_scores(
         m_past = o_s < tl.minimum(i_s * 16, tokens)
         p_q = q + (first * H + i_h // (HV // H)) * K
         p_k = k + (first * H + i_h // (HV // H)) * K
-        p_g = chunk_start(g, i_b, i_t, bos, i_h, T, HV, K, BT, G_T_CONTIG)
-        p_beta = chunk_start(beta, i_b, i_t, bos, i_h, T, HV, 1, BT, BETA_T_CONTIG)
+        p_g = chunk_pointer(g, i_b, i_t, bos, i_h, T, HV, BT, G_T_CONTIG, K)
+        p_beta = chunk_pointer(beta, i_b, i_t, bos, i_h, T, HV, BT, BETA_T_CONTIG)
 
         b_q_past = tl.zeros([16, BT], dtype=tl.float32)
         b_k_past = tl.zeros([16, BT], dtype=tl.float32)

@@ -8,8 +8,8 @@ One task is one chunk of one value head.
 import triton
 import triton.language as tl
 
-from .channels import chunk_start, load_channels, load_row, store_channels
-from .time_axis import clear_outside_rows, load_time_axis, locate_chunk
+from .channels import load_channels, load_row, store_channels
+from .time_axis import chunk_pointer, clear_outside_rows, load_time_axis, locate_chunk
 
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "TASKS"])
@@ -63,8 +63,8 @@ def recompute_w_u_fwd_kda(
         first = tl.cast(bos + i_t * BT, tl.int64)
         row = first * HV + i_h
         head = (first * H + i_h // (HV // H)) * K
-        p_g = chunk_start(g, i_b, i_t, bos, i_h, T, HV, K, BT, G_T_CONTIG)
-        p_beta = chunk_start(beta, i_b, i_t, bos, i_h, T, HV, 1, BT, BETA_T_CONTIG)
+        p_g = chunk_pointer(g, i_b, i_t, bos, i_h, T, HV, BT, G_T_CONTIG, K)
+        p_beta = chunk_pointer(beta, i_b, i_t, bos, i_h, T, HV, BT, BETA_T_CONTIG)
         b_beta = load_time_axis(p_beta, o_t, m_t, HV, BETA_T_CONTIG).to(tl.float32)[:, None]
         for i_k in range(0, K, BK):
             o_k = i_k + tl.arange(0, BK)

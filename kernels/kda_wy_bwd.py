@@ -18,10 +18,11 @@ Sums over tokens and channels are products, which add in one order whatever the 
 import triton
 import triton.language as tl
 
-from .channels import chunk_start, clear_outside_channels, load_channels, load_row, store_channels
+from .channels import clear_outside_channels, load_channels, load_row, store_channels
 from .kda_gate import column_sums
 from .state import load_state, state_offset
 from .time_axis import (
+    chunk_pointer,
     clear_outside_rows,
     clear_outside_time_axis,
     load_time_axis,
@@ -100,9 +101,9 @@ def chunk_kda_bwd_wy_dqkg_fused(
         row = first * HV + i_h
         head = (first * H + i_h // (HV // H)) * K
         p_A = A + row * BT
-        p_g = chunk_start(g, i_b, i_t, bos, i_h, T, HV, K, BT, G_T_CONTIG)
-        p_dg = chunk_start(dg, i_b, i_t, bos, i_h, T, HV, K, BT, DG_T_CONTIG)
-        p_beta = chunk_start(beta, i_b, i_t, bos, i_h, T, HV, 1, BT, BETA_T_CONTIG)
+        p_g = chunk_pointer(g, i_b, i_t, bos, i_h, T, HV, BT, G_T_CONTIG, K)
+        p_dg = chunk_pointer(dg, i_b, i_t, bos, i_h, T, HV, BT, DG_T_CONTIG, K)
+        p_beta = chunk_pointer(beta, i_b, i_t, bos, i_h, T, HV, BT, BETA_T_CONTIG)
         p_h = h + state_offset(i_c, i_h, HV, K, V)
         p_dh = dh + state_offset(i_c, i_h, HV, K, V)
         b_beta = load_time_axis(p_beta, o_t, m_t, HV, BETA_T_CONTIG).to(tl.float32)
@@ -160,7 +161,7 @@ def chunk_kda_bwd_wy_dqkg_fused(
 
         b_A = load_channels(p_A, o_t, o_t, m_t, BT, HV * BT)
         b_dbeta = tl.sum(b_A.to(tl.float32) * b_C, axis=0)
-        p_dbeta = chunk_start(dbeta, i_b, i_t, bos, i_h, T, HV, 1, BT, DB_T_CONTIG)
+        p_dbeta = chunk_pointer(dbeta, i_b, i_t, bos, i_h, T, HV, BT, DB_T_CONTIG)
         store_time_axis(p_dbeta, o_t, b_dbeta, m_t, HV, DB_T_CONTIG)
         b_dA = tl.where(o_t[:, None] > o_t[None, :], b_C * b_beta[None, :], 0.0).to(b_A.dtype)
         # A computed tile is the right operand: Triton 3.4 to 3.7.0 on Hopper gets some left ones wrong.

@@ -310,6 +310,8 @@ def test_chunks_that_would_write_beside_the_results(
         "cu_seqlens": on_host.to(device),
         "chunk_indices": ops.prepare_chunk_indices(torch.tensor(made_for, device=device), chunk_size),
     }
+    if device.type != "cpu" and starts != made_for:
+        pytest.skip("as many chunks as there should be; to see that they are others would wait for the device")
     for more in ({}, {"cu_seqlens_cpu": on_host}) if device.type == "cpu" else ({"cu_seqlens_cpu": on_host},):
         with pytest.raises(ValueError, match=r"at most T=20, got 40|chunk_indices: wanted prepare_chunk_indices\("):
             ops.chunk_gated_delta_rule(**given, **packed, **more, chunk_size=16)
@@ -385,15 +387,19 @@ def test_a_step_copies_no_gate(
 
 
 def test_parameter_gradients_that_cancel(device: torch.device) -> None:
-    """ddt_bias of these arguments is a fiftieth of its terms: rounding is no fault there, a chunk left out is one."""
+    """ddt_bias that is a fiftieth of its terms: rounding is no fault there, a chunk left out is one."""
     spec = lookup("chunk_gated_delta_rule")
     key = key_for(spec, spec.forms["layer"], "bfloat16", B=1, T=128, H=1, HV=2, K=32, V=32)
-    experiment = experiment_for(spec, key, device)
     names = [output.name for output in spec.outputs]
-    wanted = dict(zip(names, experiment.wanted, strict=True))
-    dg, ddt_bias = wanted["dg"], wanted["ddt_bias"]
-    assert dg is not None and ddt_bias is not None
-    assert numerics.rms(ddt_bias) < experiment.term_rms["ddt_bias"] / 25
+    for seed in range(100):  # each kind of device draws other numbers
+        experiment = experiment_for(spec, key, device, seed=seed)
+        wanted = dict(zip(names, experiment.wanted, strict=True))
+        dg, ddt_bias = wanted["dg"], wanted["ddt_bias"]
+        assert dg is not None and ddt_bias is not None
+        if numerics.rms(ddt_bias) < experiment.term_rms["ddt_bias"] / 25:
+            break
+    else:
+        pytest.fail("no arguments whose ddt_bias cancels")
     assert faults(experiment) == []
     short = dict(wanted, ddt_bias=dg[:, :64].sum((0, 1)))
     check = experiment.compare(tuple(short[name] for name in names))
@@ -428,17 +434,21 @@ def test_only_what_is_wanted_runs(device: torch.device, monkeypatch: pytest.Monk
     ran: list[str] = []
     bind = layout_tuner.launch.launcher.bind  # type: ignore[attr-defined]
 
-    def recording(kernel: object, **constants: object) -> object:
-        bound = bind(kernel, **constants)
-        name = kernel.fn.__name__  # type: ignore[attr-defined]
+    class Recording:
+        """A bound kernel that says when it runs."""
 
-        def run(*arguments: object) -> None:
-            ran.append(name)
-            bound(*arguments)
+        def __init__(self, kernel: object, **constants: object) -> None:
+            self.bound = bind(kernel, **constants)
+            self.name = kernel.fn.__name__  # type: ignore[attr-defined]
 
-        return run
+        def __call__(self, *arguments: object) -> None:
+            ran.append(self.name)
+            self.bound(*arguments)
 
-    monkeypatch.setattr(layout_tuner.launch.launcher, "bind", recording)  # type: ignore[attr-defined]
+        def __getattr__(self, attribute: str) -> object:
+            return getattr(self.bound, attribute)
+
+    monkeypatch.setattr(layout_tuner.launch.launcher, "bind", Recording)  # type: ignore[attr-defined]
     given = make(device, B=1, T=20, K=16, V=16)
     plain = {name: tensor.detach() for name, tensor in given.items()}
     o, _ = ops.chunk_gated_delta_rule(**plain)

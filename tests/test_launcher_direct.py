@@ -418,6 +418,21 @@ def ascend(kernel: jit.JITFunction, monkeypatch: pytest.MonkeyPatch) -> Iterator
     direct.style.cache_clear()
 
 
+@pytest.mark.parametrize("version", ["3.2.1", "3.2.0.dev20260101", "3.2.0+local", "3.2"])
+def test_a_release_that_was_not_verified_is_launched_by_triton(
+    ascend: AscendKernel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
+) -> None:
+    """Its launcher may take other arguments, or the same in another order."""
+    monkeypatch.setattr(driver, "triton_distribution", lambda: ("triton-ascend", version))
+    with caplog.at_level(logging.INFO):
+        assert direct.style() is None
+    assert "direct launches: triton 3.6.0 on cuda, triton-ascend 3.2.0 on npu" in caplog.text
+    bound = launcher.bind(ascend, **CONSTANTS)
+    for _ in range(3):
+        bound(7, *arguments())
+    assert [launch[2] for launch in ascend.launches] == [True] * 3
+
+
 def test_on_ascend_the_launcher_gets_tensors_and_no_constants(ascend: AscendKernel) -> None:
     bound = launcher.bind(ascend, **CONSTANTS)
     for name in ("aligned", "aligned", "q off", "q off", "aligned", "int32", "int32", "int64"):

@@ -280,5 +280,19 @@ def test_another_tile_helper_or_launch_is_another_revision(
     assert hashed(module) != before
 
 
+def test_text_that_moves_to_the_next_module_is_another_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed = revision.source_revision.__wrapped__
+    one, other = tmp_path / "one.py", tmp_path / "other.py"
+    monkeypatch.setattr(revision, "sources", lambda module: {"one": one, "other": other})
+    seen = set()
+    for texts in [("BT = 1\nBK = 2\n", ""), ("BT = 1\n", "BK = 2\n"), ("", "BT = 1\nBK = 2\n")]:
+        one.write_text(texts[0])
+        other.write_text(texts[1])
+        seen.add(hashed("one"))
+    assert len(seen) == 3
+
+
 def test_candidates_of_a_key_are_of_one_revision() -> None:
     assert len({candidate.revision for candidate in SPEC.candidates(dv_local.key())}) == 1

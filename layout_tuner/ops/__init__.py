@@ -4,6 +4,7 @@ Inside `layout_tuner.enable()` each routes to the candidate that was measured to
 default candidate runs. Every public result is row-major.
 """
 
+from .. import importable as importable
 from ..spec.packing import prepare_chunk_indices, prepare_chunk_offsets
 from . import tracing
 from .bwd_dhu import chunk_gated_delta_rule_bwd_dhu
@@ -12,7 +13,7 @@ from .dv_local import chunk_bwd_dv_local
 from .fwd_h import chunk_gated_delta_rule_fwd_h
 from .fwd_o import chunk_fwd_o
 from .gate import gdn_gate_bwd, gdn_gate_chunk_cumsum
-from .gated_delta_rule import compiled as compiled
+from .gated_delta_rule import compiled  # noqa: F401  registers the chain's operators
 from .gated_delta_rule.op import chunk_gated_delta_rule
 from .intra import chunk_gated_delta_rule_fwd_intra
 from .kda_bwd import chunk_kda_bwd_dAv, chunk_kda_bwd_wy_dqkg_fused

@@ -14,7 +14,7 @@ from ..spec.declaration import Candidate, Launch, OpSpec, Problem
 from ..spec.operands import Operand, Option, Output
 from ..spec.packing import prepare_chunk_offsets
 from ..spec.registry import register
-from .sizes import default_width, require_room
+from .sizes import DOT_PRECISION, default_width, require_room
 
 
 def chunk_gated_delta_rule_bwd_dhu(
@@ -106,7 +106,7 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
         IS_VARLEN=key.varlen,
         PREFETCH=prefetch,
         JOIN_PRODUCTS=problem.chip.tiles == "ascend",
-        DOT_PRECISION=problem.dot_precision,
+        DOT_PRECISION=DOT_PRECISION,
     )
     programs, default_scale = problem.chip.cube_programs, K**-0.5
     state = (V, K) if v_first else (K, V)

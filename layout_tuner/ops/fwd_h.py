@@ -14,7 +14,7 @@ from ..spec.declaration import Candidate, Launch, OpSpec, Problem
 from ..spec.operands import Operand, Option, Output
 from ..spec.packing import chunks_of, prepare_chunk_offsets
 from ..spec.registry import register
-from .sizes import default_width, require_room
+from .sizes import DOT_PRECISION, default_width, require_room
 
 
 def chunk_gated_delta_rule_fwd_h(
@@ -110,7 +110,7 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
         GK_T_CONTIG=candidate.plan.t_contig("gk"),
         IS_VARLEN=key.varlen,
         PREFETCH=prefetch,
-        DOT_PRECISION=problem.dot_precision,
+        DOT_PRECISION=DOT_PRECISION,
     )
     programs, state = problem.chip.cube_programs, (V, K) if v_first else (K, V)
 

@@ -1,4 +1,4 @@
-"""Torch oracles: one per op, each about as short as its formula, and the token recurrence they all follow from.
+"""Torch oracles: one for each op, about as short as its formula, and the token recurrence that all follow from.
 
 An oracle takes the arguments of its op and, keyword-only, a `compute_dtype`. It converts every floating input to that
 dtype, computes in it and returns its results in it, in the op's order: nothing is rounded to the dtypes of the inputs,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...device.failures import first_line
 from ...errors import PackingError
+from ...launch.prepared import bind_candidate
 from ...launch.replay import Replayed
 from ...spec import layouts, registry
 from ...spec.declaration import Candidate, Launch, Problem
@@ -172,7 +173,7 @@ class Chain:
         if plan is None:
             plan = LayoutPlan.of(dict.fromkeys(spec.time_operands, self.layout))
         candidate = Candidate(variant=variant, plan=plan, revision=spec.revision)
-        return spec.bind(Problem(key=stage, chip=self.problem.chip), candidate)
+        return bind_candidate(spec, Problem(key=stage, chip=self.problem.chip), candidate)
 
     def forward(
         self,
@@ -262,7 +263,7 @@ class Chain:
                 raise
             key, chip = self.problem.key, self.problem.chip
             spec = registry.lookup(key.op)
-            instead = spec.bind(Problem(key=key, chip=chip), spec.default(key, chip))
+            instead = bind_candidate(spec, Problem(key=key, chip=chip), spec.default(key, chip))
             assert isinstance(instead, Chain)
             try:
                 gradients = instead.backward(*arguments)

@@ -1,6 +1,6 @@
 """`chunk_gated_delta_rule` as a custom operator with autograd, for calls that torch traces, transforms or watches.
 
-As for every op (see `tracing`), the candidate is decided while a call is traced and stands in the graph as its ticket.
+As for every op (see `tracing`), the candidate is chosen while a call is traced and stands in the graph as its ticket.
 That makes the layout of what the forward leaves for the backward a fact of the graph. What the operators return is
 found by running the chain once on tensors without memory; its shapes are written in the sizes of the call.
 """
@@ -23,7 +23,7 @@ from ...spec.layouts import Layout
 from ...spec.packing import chunks_of as packed_chunks
 from ...spec.packing import stand_in
 from .. import tracing
-from ..tracing import Bound, Size, bound
+from ..tickets import Bound, Size, bound, fix, note, ticket
 from . import arguments
 from .chain import Chain, Inputs, Saved
 from .spec import SPEC
@@ -82,10 +82,10 @@ def traced_chain(
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    tracing.note((*inputs, None, None, cu_seqlens, chunk_indices))
-    tracing.fix(SPEC.name, inputs)
+    note((*inputs, None, None, cu_seqlens, chunk_indices))
+    fix(SPEC.name, inputs)
     options = (*flags, operator.index(chunk_size), grad)
-    said = tracing.ticket(SPEC.name, options, (scale is not None,), tunable)
+    said = ticket(SPEC.name, options, (scale is not None,), tunable)
     results = chain_op(*inputs, cu_seqlens, chunk_indices, cu_seqlens_cpu, scale, said)
     return results[0], results[1] if output_final_state else None
 
@@ -329,8 +329,10 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     *saved, cu_seqlens, chunk_indices, cu_seqlens_cpu = ctx.saved_tensors
+    # torch settles single tensors and lists of tensors for an operator, and forgets lists in which some are None.
+    saved = [watched.settled(x) for x in saved]
     wanted = [bool(wants) for wants in ctx.needs_input_grad[: len(INPUTS)]]
-    do, dht = grads[0], grads[1]
+    do, dht = watched.settled(grads[0]), watched.settled(grads[1])
     found = chain_bwd_op(saved, do, dht, cu_seqlens, chunk_indices, cu_seqlens_cpu, ctx.scale, wanted, ctx.said)
     cast = [
         gradient.to(dtype) if wants else None for gradient, dtype, wants in zip(found, ctx.dtypes, wanted, strict=True)

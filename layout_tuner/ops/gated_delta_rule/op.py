@@ -14,7 +14,7 @@ from ...dispatch import router
 from ...errors import UnsupportedProblemError
 from ...launch.prepared import Prepared
 from ...spec.packing import chunks_of, written
-from ...spec.watched import plain
+from ...spec.watched import any_nested, plain, settled
 from .arguments import check
 from .chain import Chain, Inputs, Saved
 from .spec import SPEC
@@ -89,7 +89,8 @@ def chunk_gated_delta_rule(
 
     Source: Yang, Kautz, Hatamizadeh 2024, Gated Delta Networks, arXiv:2412.06464, section 3.3.
     """
-    if is_compiling() or getattr(q, "is_meta", False) or not plain(q, k, v, g, beta, initial_state, A_log, dt_bias):
+    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    if is_compiling() or getattr(q, "is_meta", False) or not plain(*tensors) or any_nested(q, k, v, g, beta):
         from .compiled import traced_chain
 
         return traced_chain(
@@ -105,7 +106,6 @@ def chunk_gated_delta_rule(
         state_v_first,
         use_gate_in_kernel,
     )
-    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     check(tensors, (*flags, chunk_size), scale, cu_seqlens, cu_seqlens_cpu, chunk_indices, cp_context)
     if not use_gate_in_kernel:
         A_log = dt_bias = None
@@ -193,6 +193,7 @@ class _Function(torch.autograd.Function):
         """Gradients of what `forward` took."""
         call: _Call = ctx.call
         saved = Saved._make(ctx.saved_tensors)
+        do, dht = settled(do), settled(dht)
         with without_autocast(call.kind):
             if do is None:
                 do = torch.zeros_like(saved.v)
