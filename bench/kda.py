@@ -85,9 +85,8 @@ def main() -> None:
             torch.cuda.synchronize()
             took, moved = median_us(run), traffic(spec, experiment, results)
             floor = moved / options.gbps / 1e3
-            print(
-                f"{name:30} {candidate.id:60} {took:9.1f} us {moved / 2**20:8.0f} MiB {floor:7.1f} us {took / floor:5.2f}"
-            )
+            numbers = f"{took:9.1f} us {moved / 2**20:8.0f} MiB {floor:7.1f} us {took / floor:5.2f}"
+            print(f"{name:30} {candidate.id:60} {numbers}")
         del experiment
 
 
