@@ -120,8 +120,8 @@ class MeasurementRecord:
         interval_high_us: Upper end of it.
         error: Largest relative error against the oracle.
         samples: End-to-end samples, in microseconds.
-        counts: Facts behind a prediction, by name; of a measurement `binary`, the digest of what it was compiled to,
-            where compilers give different binaries for one source.
+        counts: The compiler's counts behind a prediction, by name; of a measurement `binary`, the digest of what the
+            candidate was compiled to, where compilers give different binaries for one source.
         measured_at: When; None means with the decision that it belongs to.
     """
 

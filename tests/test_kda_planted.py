@@ -45,7 +45,7 @@ MISTAKES = {
         "chunk_gla_fwd_o_gk", kda_fwd_o, "kernels",
     ),
     "local length as the base of a head": (
-        "kda_fwd_o", "chunk_start(g, i_b, i_t, bos, i_h, T, HV", "chunk_start(g, i_b, i_t, bos, i_h, length, HV",
+        "kda_fwd_o", "chunk_pointer(g, i_b, i_t, bos, i_h, T, HV", "chunk_pointer(g, i_b, i_t, bos, i_h, length, HV",
         "chunk_gla_fwd_o_gk", kda_fwd_o, "kernels",
     ),
     "scale twice": (

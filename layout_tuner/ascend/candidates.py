@@ -139,7 +139,7 @@ class Case:
 
 
 def chip_of(target: Target) -> Chip:
-    """The target as host code sees a device."""
+    """The chip that stands for a target in host code."""
     return Chip(
         kind="npu",
         name=target.name,

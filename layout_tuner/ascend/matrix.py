@@ -108,9 +108,9 @@ def cases(spec: OpSpec, part: Part) -> list[Case]:
     """Every candidate of a part; those without multi-buffering in the narrowest width only, where most is buffered."""
     return [
         case
-        for found in keys(spec, [(part.K, part.V)])
-        if (found.dtype, found.varlen) == (part.dtype, part.packed)
-        for case in cases_of(spec, found, target_named(part.target))
+        for wanted in keys(spec, [(part.K, part.V)])
+        if (wanted.dtype, wanted.varlen) == (part.dtype, part.packed)
+        for case in cases_of(spec, wanted, target_named(part.target))
         if part.K in (0, WIDTHS[0][0]) or not single_buffered(case)
     ]
 

@@ -56,7 +56,7 @@ class Choice:
     """A candidate for a key, and how it came about.
 
     Attributes:
-        candidate: What to run.
+        candidate: The candidate to run.
         source: `pinned`, `forced`, `measured`, `imported`, `predicted`, `default`, or `reference`: torch computes it.
         frozen: Whether the process keeps it; a default taken because tuning was not possible just now is not kept.
         record: The decision it follows, if any.
@@ -82,7 +82,7 @@ def stand_in(default: Candidate, reason: str, *, frozen: bool = True) -> Choice:
 
 
 def following(spec: OpSpec, key: Key, device: torch.device, resolution: Resolution) -> Choice:
-    """The candidate of a stored decision."""
+    """The choice that follows a stored decision."""
     record = resolution.record
     candidate = candidate_of(spec, key, device, record.candidate)
     return Choice(candidate=candidate, source=record.source, record=record, layer=resolution.layer.name)
@@ -168,7 +168,8 @@ class Choices(Decisions):
 
         A default that is known to be wrong gives way to the oracle. Where what was right may be wrong in the next
         process (see `binaries.may_vary`), a candidate that nobody found right in this environment, or that is compiled
-        to another binary here, is checked beside the calls; they take the default meanwhile.
+        to another binary here, is checked beside the calls; they take the default meanwhile, or the oracle for a key
+        for which compilers are known to be wrong.
 
         Args:
             spec: The op.
@@ -178,18 +179,15 @@ class Choices(Decisions):
             choice: The choice.
             tracing: Whether a compiler is tracing the call, so that nothing may run now.
         """
-        if choice.source == "forced":
+        if choice.source in ("forced", "reference"):
             return choice
         wrong = self.known_wrong(spec, key, device, choice.candidate) if choice.candidate == default else ""
         if wrong:
             return self.instead_of_wrong(key, choice, wrong)
-        if (
-            not self.vetting
-            or not may_vary(device)
-            or choice.pending
-            or self.known_right(spec, key, device, choice.candidate)
-        ):
+        if not self.vetting or not may_vary(device) or self.known_right(spec, key, device, choice.candidate):
             return choice
+        if choice.pending:  # it is being tuned, which checks it
+            return self.proven(key, default, choice)
         place = (key, environment(device).id)
         if tracing or watched.faking() or driver.capturing(device) or driver.forked(device):
             return choice
@@ -207,7 +205,16 @@ class Choices(Decisions):
         log.info("%s: %s is checked in a process of its own", key, choice.candidate.id)
         isolation.beside(device, functools.partial(self.checked_beside, spec, key, device, default, choice))
         # As where a key is tuned beside the calls: what a checkpoint repeats has to find the same again.
+        meanwhile = self.proven(key, default, meanwhile)
         return meanwhile if in_checkpoint() else replace(meanwhile, frozen=True, pending=True)
+
+    def proven(self, key: Key, default: Candidate, choice: Choice) -> Choice:
+        """A choice that was not checked yet; the oracle where compilers are known to be wrong for keys such as this."""
+        rows = [f"{name}={size}" for name, size in (("K", key.K), ("V", key.V)) if not whole_blocks(key, size)]
+        if not rows or choice.candidate != default:
+            return choice
+        reason = f"{default.id} was not checked yet, and rows of {' and '.join(rows)} are no multiple of 32 bytes"
+        return replace(choice, candidate=replace(default, variant=REFERENCE), source="reference", reason=reason)
 
     def checked(self, spec: OpSpec, key: Key, device: torch.device, default: Candidate, choice: Choice) -> Choice:
         """A choice whose candidate is checked now, and what stands in for it where it is wrong."""
@@ -311,7 +318,7 @@ class Choices(Decisions):
         return self.choices.get((key, environment(device).id)) or self.decided(spec, key, device, default)
 
     def forced_choice(self, spec: OpSpec, key: Key, device: torch.device, default: Candidate) -> Choice | None:
-        """What the environment forces for a key, if anything."""
+        """The choice that the environment forces for a key, if it forces one."""
         if spec.name not in self.forced:
             return None
         candidate = forcing.choice(self.forced, spec, key, default, buffers=driver.chip(device).buffers)
@@ -471,6 +478,14 @@ class Choices(Decisions):
         outcome, decision = self.make(spec, key, device, budget_s)
         winner = candidate_of(spec, key, device, outcome.winner)
         return outcome, Choice(candidate=winner, source="measured", record=decision)
+
+
+def whole_blocks(key: Key, size: int) -> bool:
+    """Whether a row of so many elements is a multiple of the 32 bytes that an NPU moves at a time.
+
+    Where it is not, triton-ascend was seen to read the beginning of the next row (its issue 2261).
+    """
+    return size * (4 if key.dtype == "float32" else 2) % 32 == 0
 
 
 def in_backward() -> bool:

@@ -94,7 +94,7 @@ class Decisions:
         return None if resolution is None else resolution.record
 
     def resolution(self, spec: OpSpec, key: Key, device: torch.device) -> Resolution | None:
-        """The same, with the layer that holds it."""
+        """As `stored_decision`, with the layer of the cache that holds the decision."""
         alive = {candidate.id: candidate.revision for candidate in candidates(spec, key, device)}
         environments = [environment(device).id]
         if device.type == "npu":  # what the compiler's counts say serves until something is measured

@@ -58,7 +58,8 @@ def _qwen(config: Configuration) -> Layer:
 
 
 def _lara(config: Configuration) -> Layer:
-    return _qwen({"linear_num_key_heads": 8, "linear_num_value_heads": 16} | dict(config))
+    defaults: dict[str, Any] = {"linear_num_key_heads": 8, "linear_num_value_heads": 16}
+    return _qwen(defaults | dict(config))
 
 
 def _olmo(config: Configuration) -> Layer:

@@ -260,7 +260,7 @@ class Takeover:
         )
 
     def contest(self, made: Router, key: Key, device: torch.device) -> tuple[Verdict, bool]:
-        """Whether the library was measured to be faster; measures it where misses are tuned.
+        """The verdict by the measured times of both, and whether it lasts; measures them where misses are tuned.
 
         A call for which no kernel here is right is the library's, where the settings do not want an error.
         """

@@ -164,14 +164,15 @@ class BoundKernel:
 
         Where the compiler crashed nothing was launched, so that no launch happens twice.
         """
+        named = self.constants if interpreter.interpreted(self.kernel) else {**self.constants, **self.options}
         for _ in range(CRASHES):
             try:
-                return self.kernel[(grid,)](*arguments, **self.constants, **self.options)
+                return self.kernel[(grid,)](*arguments, **named)
             except Exception as error:
                 if classify(error) != "crash":
                     raise
                 log.warning("the compiler of %s crashed, trying again: %s", self.kernel, first_line(error))
-        return self.kernel[(grid,)](*arguments, **self.constants, **self.options)
+        return self.kernel[(grid,)](*arguments, **named)
 
     def launch(self, grid: int, arguments: tuple[Any, ...]) -> None:
         """Launch arguments of another kind than the last ones: directly where the kind is known, else by Triton."""
@@ -214,7 +215,7 @@ _compiling = threading.local()
 
 @contextmanager
 def compiling(options: Mapping[str, bool]) -> Iterator[None]:
-    """Give what this thread binds these options of the compiler too; the interpreter, which has none, gets none."""
+    """Give what this thread binds these options of the compiler too."""
     before = getattr(_compiling, "options", {})
     _compiling.options = {**before, **options}
     try:
@@ -235,7 +236,7 @@ def bind(kernel: Any, **constants: Constant) -> BoundKernel:
         raise ValueError(f"{' and '.join(refused)}: {REFUSAL}")
     options: Mapping[str, bool] = getattr(_compiling, "options", {})
     if type(kernel).__name__ != "JITFunction":  # nothing is compiled that could be kept
-        return BoundKernel(kernel, constants, {} if interpreter.interpreted(kernel) else options)
+        return BoundKernel(kernel, constants, options)
     # True, 1 and 1.0 are equal but not the same constant.
     same = (id(kernel), *options.items(), *((name, type(value), value) for name, value in constants.items()))
     bound = _bound.get(same)

@@ -13,7 +13,7 @@ from ..spec import layouts
 from ..spec.declaration import Candidate, Launch, OpSpec, Problem
 from ..spec.operands import Operand, Option, Output
 from ..spec.registry import register
-from .sizes import chunk_counts
+from .sizes import DOT_PRECISION, chunk_counts
 
 
 def chunk_kda_bwd_dAv(
@@ -131,7 +131,7 @@ def _bind_dAv(problem: Problem, candidate: Candidate) -> Launch:
         BT=BT,
         BV=tiling.chunk_kda_bwd_dAv_tiles(candidate.variant, V, problem.element_bytes, problem.chip.tiles),
         IS_VARLEN=key.varlen,
-        DOT_PRECISION=problem.dot_precision,
+        DOT_PRECISION=DOT_PRECISION,
     )
     programs, default_scale = problem.chip.cube_programs, key.K**-0.5
 
@@ -192,7 +192,7 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
         DB_T_CONTIG=plan.t_contig("db"),
         IS_VARLEN=key.varlen,
         SPLIT=on_gpu,
-        DOT_PRECISION=problem.dot_precision,
+        DOT_PRECISION=DOT_PRECISION,
         GATED_PRECISION=gated_precision(problem),
     )
     programs, default_scale = problem.chip.cube_programs, K**-0.5

@@ -13,7 +13,7 @@ from ..spec.declaration import Candidate, Launch, OpSpec, Problem
 from ..spec.keys import Key
 from ..spec.operands import Operand, Option, Output
 from ..spec.registry import register
-from .sizes import chunk_counts
+from .sizes import DOT_PRECISION, chunk_counts
 from .solve_tril import bind_solve
 
 SAFE_BOUND = -5.0  # the strongest gate of a token for which `safe_gate` keeps every factor in range
@@ -143,7 +143,7 @@ def _bind_w_u(problem: Problem, candidate: Candidate, *, store_qg: bool) -> laun
         G_T_CONTIG=candidate.plan.t_contig("gk"),
         BETA_T_CONTIG=candidate.plan.t_contig("beta"),
         IS_VARLEN=key.varlen,
-        DOT_PRECISION=problem.dot_precision,
+        DOT_PRECISION=DOT_PRECISION,
     )
 
 
@@ -206,7 +206,7 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
         G_T_CONTIG=candidate.plan.t_contig("gk"),
         BETA_T_CONTIG=candidate.plan.t_contig("beta"),
         IS_VARLEN=key.varlen,
-        DOT_PRECISION=problem.dot_precision,
+        DOT_PRECISION=DOT_PRECISION,
     )
     solve, head_blocks = bind_solve(problem, candidate, dtype)
     w_u, default_scale, wants_qg = _launch_w_u(problem, candidate), K**-0.5, problem.form.flag("disable_recompute")

@@ -136,8 +136,7 @@ def ticket(op: str, options: tuple[Value, ...], scalars: tuple[bool, ...], tunab
             interpreter.require_running(op, key.dtype, device)
             choice = router.current().choose(spec, key, device, tracing=not tunable)
             if choice.source == "reference":
-                why = f"{choice.reason}; a compiled graph takes kernels only"
-                raise UnsupportedProblemError(op, [why])
+                raise UnsupportedProblemError(op, [f"{choice.reason}; a compiled graph takes kernels only"])
             candidate = choice.candidate.id
     return json.dumps({**said, "candidate": candidate}, sort_keys=True)
 

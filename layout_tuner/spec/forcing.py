@@ -130,6 +130,9 @@ def candidates_of(spec: OpSpec) -> list[Candidate]:
 def choice(
     forced: Mapping[str, Forced], spec: OpSpec, key: Key, default: Candidate, *, buffers: bool = False
 ) -> Candidate | None:
-    """What is forced for a key; None where nothing is, or nothing that the key has on a device, see `Chip.buffers`."""
+    """The candidate forced for a key; None where none is forced for its op, or where the key has no such candidate.
+
+    `buffers` is `Chip.buffers` of the device that it is for.
+    """
     wanted = forced.get(spec.name)
     return None if wanted is None else wanted.of(spec.candidates(key, buffers=buffers), default)

@@ -129,7 +129,7 @@ class Experiment:
         )
 
     def check(self, prepared: Prepared) -> Check:
-        """Run into poisoned memory and compare every output with the oracle, then bits with other candidates.
+        """Run a candidate into poisoned memory and compare its outputs with the oracle, then bits with others'.
 
         Where a device may give other results for the same, bits are compared with those of further runs before that.
         """

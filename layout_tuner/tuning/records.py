@@ -71,21 +71,21 @@ def check_record(
     return decision, EnvironmentRecord(id=where.id, facts=dict(where.facts))
 
 
-def measurement_record(found: Measurement) -> MeasurementRecord:
-    """What was found of a candidate, as the cache stores it."""
+def measurement_record(measurement: Measurement) -> MeasurementRecord:
+    """A candidate's measurement as the cache stores it."""
     return MeasurementRecord(
-        candidate=found.id,
-        revision=found.revision,
-        state=found.state,
-        reason=found.reason[:2000],
-        failure=found.failure,
-        end_to_end_us=found.end_to_end_us,
-        kernel_us=found.kernel_us,
-        relayout_us=found.relayout_us,
-        error=finite(found.error),
-        samples=found.samples,
-        counts={"binary": found.binary} if found.binary else {},
-        measured_at=found.measured_at,
+        candidate=measurement.id,
+        revision=measurement.revision,
+        state=measurement.state,
+        reason=measurement.reason[:2000],
+        failure=measurement.failure,
+        end_to_end_us=measurement.end_to_end_us,
+        kernel_us=measurement.kernel_us,
+        relayout_us=measurement.relayout_us,
+        error=finite(measurement.error),
+        samples=measurement.samples,
+        counts={"binary": measurement.binary} if measurement.binary else {},
+        measured_at=measurement.measured_at,
     )
 
 

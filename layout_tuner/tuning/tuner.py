@@ -86,7 +86,7 @@ class Measurement:
         gain: Fraction of the default's time that it saves, with its 95 % interval; None for the default itself.
         samples: End-to-end samples.
         binary: Digest of what it was compiled to, where that may be another in the next process.
-        measured_at: When that was found, for what was found before this tuning.
+        measured_at: When it was measured, if that was before this tuning.
     """
 
     id: str
@@ -112,7 +112,7 @@ class Trial:
         id: Its text id.
         revision: Its revision.
         prepare: Compiles it and makes its arguments; may raise.
-        known: What was found of it before, where that is still believed: it is not tried again.
+        known: Its earlier measurement, where that is still believed: the candidate is not tried again.
         binary: Says what it was compiled to, once it has run.
     """
 

@@ -127,6 +127,21 @@ def execution_cases(op: str) -> list[object]:
     ]
 
 
+ROWS = [op for op in OPS if op != matrix.CHAIN and "K" in registry.lookup(op).sizes]
+
+
+@pytest.mark.parametrize("op", ROWS)
+def test_rows_that_are_no_multiple_of_32_bytes(op: str, runner: NativeRunner) -> None:
+    """What the front end makes of K = 60 and V = 100 reads nothing of the next row."""
+    spec = registry.lookup(op)
+    key = matrix.key(spec, 60, 100, "bfloat16", False, spec.every_form[0], T=70)
+    experiment = Experiment(spec, key, torch.device("cpu"))
+    case = next(case for case in cases_of(spec, key) if matrix.contiguous(case))
+    got = runner.run(case, experiment.call)
+    check = experiment.compare(got)
+    assert check.right, f"{check.output}: {check.error:.2e} > {check.limit:.2e}"
+
+
 def computing(cases: list[Case]) -> list[Case]:
     """Those that differ in what they compute: what runs natively is the front end's output, which buffers nothing."""
     return [case for case in cases if not matrix.single_buffered(case)]

@@ -64,7 +64,7 @@ def settings(folder: Path, on_wrong: str = "reference", **tuning: object) -> Con
     return Config(
         cache={"path": str(folder / "cache.sqlite")},
         tuning=tuning,
-        measure={"warmup_rounds": 1, "min_rounds": 5, "max_rounds": 5},
+        measure={"warmup_rounds": 1, "min_rounds": 10, "max_rounds": 10},
         routing={"on_wrong": on_wrong},
     )
 
@@ -137,6 +137,23 @@ def test_what_was_checked_is_still_tuned(tmp_path):
     made.tune(SPEC, key(), npu())
     assert made.stored_decision(SPEC, key(), npu()).source == "measured"
     made.close()
+
+
+@pytest.mark.parametrize("on_miss", ["default", "tune"])
+def test_rows_that_are_no_multiple_of_32_bytes_run_once_they_were_found_right(sim, tmp_path, on_miss):
+    """Compilers were seen to read the next row's beginning there."""
+    config = settings(tmp_path)
+    given = arguments(npu(), K=20, V=12)
+    host = {name: x.cpu() for name, x in given.items()}
+    layout_tuner.dispatch.counters.reset()
+    with layout_tuner.enable(config, on_miss=on_miss):
+        assert_right(dv_local(given).cpu(), host)
+        assert ran(sim) == []
+        assert isolation.idle(PATIENCE_S)
+        assert_right(dv_local(given).cpu(), host)
+        assert len(ran(sim)) == 1
+    (reason,) = [reason for reason in layout_tuner.stats().fallbacks if "32 bytes" in reason]
+    assert reason == f"{DEFAULT} was not checked yet, and rows of K=20 and V=12 are no multiple of 32 bytes"
 
 
 # -- a default that is wrong -------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ class Request:
         equal_to_1: Integer parameters known to be 1, which become constants.
         packages: Folder of each package the module may import.
         path: Folders to import other modules from.
-        stage: How far to go: `linalg` is the front end's output, `hivm` the compiler's.
+        stage: How far to go: `linalg` is the front end's output, `hivm` the compiler's, `verdict` whether it compiles.
         multibuffer: Whether the compiler buffers what loops load several times; None leaves it to the target.
         options: Extra options of the compiler.
         timeout_s: Limit of one run of the compiler.
@@ -92,7 +92,7 @@ class Request:
     equal_to_1: Sequence[str] = ()
     packages: Mapping[str, str] = field(default_factory=dict)
     path: Sequence[str] = ()
-    stage: Literal["linalg", "hivm"] = "hivm"
+    stage: Literal["linalg", "hivm", "verdict"] = "hivm"
     multibuffer: bool | None = None
     options: Sequence[str] = ()
     timeout_s: float = 120.0
