@@ -24,7 +24,7 @@ ROWS = (
     ("errors", "files", "forking", "processes"),
     ("config", "cache", "device", "installation", "importable"),
     ("spec", "reference"),
-    ("launch",),
+    ("launch", "lint"),
     ("tuning",),
     ("dispatch",),
     ("ops",),
