@@ -9,11 +9,13 @@ import torch
 import toy_chain
 import toy_scale
 from cases import experiment_for, faults, key_for
+from timers import set_times
 
-import layout_tuner
 from layout_tuner.ascend.candidates import cases_of, launches
 from layout_tuner.ascend.targets import target_named
+from layout_tuner.config import Config
 from layout_tuner.dispatch import router
+from layout_tuner.dispatch.router import Router
 from layout_tuner.ops import tracing
 from layout_tuner.ops.chain import compiled
 from layout_tuner.spec import registry
@@ -58,9 +60,14 @@ def test_it_is_tuned_and_routed(toy: ModuleType, device: torch.device, tmp_path:
     key = key_for(toy.SPEC, toy.SPEC.standard_forms["training"], **SIZES)
     x, g = made(device)
     function = getattr(toy, toy.SPEC.name)
-    with layout_tuner.enable(cache=tmp_path / "cache.sqlite", on_miss="tune", fla=False):
+    entered = Router(Config(cache={"path": str(tmp_path / "cache.sqlite")}), on_miss="tune", timer=set_times({}))
+    ticket = router.push(entered)
+    try:
         function(x.detach() if toy is toy_scale else x, g.detach() if toy is toy_scale else g)
-        assert key.op in {decided.op for decided, _ in router.current().choices}
+        assert key.op in {decided.op for decided, _ in entered.choices}
+    finally:
+        router.remove(ticket)
+        entered.close()
 
 
 def test_gradients_and_graphs_are_the_oracles(device: torch.device) -> None:
