@@ -15,7 +15,10 @@ SHAPES ?= examples/shapes.json
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help install warmup test test-all lint ascend ascend-test ascend-gate ascend-docs clean
+# Releases of Ascend's compiler before the one that everything here is written against.
+RELEASES := 1.0.0 1.1.0
+
+.PHONY: help install warmup test test-all lint ascend ascend-releases ascend-test ascend-matrix ascend-docs clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -63,19 +66,27 @@ ascend: .venv-ascend/.installed
 	if [ -n "$$missing" ]; then echo "running compiled kernels on this CPU also needs$$missing:" \
 	  "apt-get install mlir-19-tools llvm-19 clang-19"; fi
 
-## make ascend-test what lowers, counts and runs kernels for Ascend, and half of the gate: every pair of properties
+## make ascend-releases the compiler's other releases, each in an environment of its own
+ascend-releases: $(RELEASES:%=.venv-ascend-%/.installed)
+
+.venv-ascend-%/.installed:
+	$(ASCEND_PYTHON) -m venv .venv-ascend-$*
+	.venv-ascend-$*/bin/python -m pip install --quiet triton-ascend==3.2.0 ascendnpu-ir==$* pybind11
+	touch $@
+
+## make ascend-test what lowers, counts and runs kernels for Ascend, and half of the matrix: every pair of properties
 ascend-test: $(INSTALLED) ascend
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) -m "not nightly" tests/ascend
 
-## make ascend-gate every op, candidate, form, width, dtype and target on Ascend's compiler and natively; long
-ascend-gate: $(INSTALLED) ascend
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) tests/ascend/test_gate.py
+## make ascend-matrix every op, candidate, form, width, dtype and target on Ascend's compiler and natively; long
+ascend-matrix: $(INSTALLED) ascend
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) tests/ascend/test_matrix.py
 
 ## make ascend-docs write docs/ascend.md: what the kernels compile to, beside the public ones; the whole matrix, long
-ascend-docs: $(INSTALLED) ascend
+ascend-docs: $(INSTALLED) ascend ascend-releases
 	mkdir -p docs
-	$(BIN)/python bench/ascend_docs.py --whole > docs/ascend.md.new
+	$(BIN)/python bench/ascend_docs.py --whole $(RELEASES:%=--release .venv-ascend-%/bin/python) > docs/ascend.md.new
 	mv docs/ascend.md.new docs/ascend.md
 
 clean:
-	rm -rf .venv .venv-ascend build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache
+	rm -rf .venv .venv-ascend .venv-ascend-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache

@@ -1,6 +1,8 @@
 """Write docs/ascend.md: our kernels' counts beside the public ones', and what the compiler gave up where.
 
-python bench/ascend_docs.py [--python PATH] [--cache DIR] > docs/ascend.md
+python bench/ascend_docs.py [--python PATH] [--cache DIR] [--release PATH ...] > docs/ascend.md
+
+`--only-releases` prints the section about other releases of the compiler alone.
 """
 
 import argparse
@@ -11,8 +13,8 @@ from typing import Final
 
 from layout_tuner import ops
 from layout_tuner.ascend import matrix
-from layout_tuner.ascend.candidates import CandidateReport, Case, cases_of, compile_candidates
-from layout_tuner.ascend.compile.compiler import Compiler
+from layout_tuner.ascend.candidates import CandidateReport, Case, cases_of, chip_of, compile_candidates, launches
+from layout_tuner.ascend.compile.compiler import Answer, Compiler
 from layout_tuner.ascend.compile.toolchain import find_toolchain
 from layout_tuner.ascend.prediction import RULE
 from layout_tuner.ascend.published import PUBLISHED, PublishedKernel
@@ -34,8 +36,9 @@ module, and holds for these versions only: {version}. Counts and bytes, never ti
 |---|---|
 | install the compiler, no NPU needed | `make ascend` |
 | this file | `make ascend-docs` |
+| the other releases of the compiler | `make ascend-releases` |
 | the checks behind it, and the compiled kernels run on a CPU against the oracle | `make ascend-test` |
-| the same for the whole matrix | `make ascend-gate` |
+| the same for the whole matrix | `make ascend-matrix` |
 | one op's candidates side by side, with source lines | `tuner explain --op OP --shape {shape} --target {target}` |
 | planned bytes of its tiles against predicted ones | `python bench/ascend_tiles.py OP` |
 
@@ -78,8 +81,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--python", help="Python of the Ascend toolchain")
     parser.add_argument("--cache", type=Path, default=Path(".cache/ascend"), help="kept results of the compiler")
     parser.add_argument("--whole", action="store_true", help="the whole matrix instead of the half every check takes")
+    parser.add_argument("--release", action="append", default=[], help="Python of another release of the compiler")
+    parser.add_argument("--only-releases", action="store_true", help="only what the other releases make of the kernels")
     parsed = parser.parse_args(arguments)
     assert ops, "importing the ops registers them"
+    if parsed.only_releases:
+        sys.stdout.write("\n".join([*releases(parsed.release, parsed.cache.absolute()), ""]))
+        return
     target = target_named(matrix.TARGET)
     specs = [registry.lookup(name) for name in registry.names() if name != matrix.CHAIN]
 
@@ -106,6 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.write(line + "\n")
     sys.stdout.write(ABOVE)
     for line in downgrades(matrix.rows(everything, reports[len(standard) :]), parsed.whole):
+        sys.stdout.write(line + "\n")
+    for line in releases(parsed.release, parsed.cache.absolute()):
         sys.stdout.write(line + "\n")
     sys.stdout.write(PREDICTION.format(rule=RULE))
 
@@ -168,7 +178,7 @@ def _cell(ours: float, theirs: float | None) -> str:
 
 
 def downgrades(rows: Sequence[matrix.Row], whole: bool) -> list[str]:
-    """What the compiler gave up, and what does not meet the gate."""
+    """What the compiler gave up, and what does not meet the requirements of the matrix."""
     table = []
     for row in rows:
         key = row.case.key
@@ -197,9 +207,54 @@ def downgrades(rows: Sequence[matrix.Row], whole: bool) -> list[str]:
         ]
     else:
         lines.append("None gave anything up.")
-    lines += ["", f"{len(failing)} complaints of the gate."]
+    lines += ["", f"{len(failing)} complaints."]
     lines += [f"- {row.report.candidate} {row.case.key}: {text}" for row, text in failing]
     return lines
+
+
+def releases(pythons: Sequence[str], cache: Path) -> list[str]:
+    """Whether other releases of the compiler take every candidate at the published shape."""
+    target = target_named(matrix.TARGET)
+    lines = [
+        "",
+        "## Other releases of the compiler",
+        "Every kernel of every candidate of every op but the whole chain, at the published shape, bf16. Releases",
+        "before 1.2.0 do not hand out their final module: it is known whether they compile a kernel, and what they",
+        "gave up for that.",
+        "",
+        "| compiler | op | kernels | do not compile | gave something up | the default compiles |",
+        "|---|---|---|---|---|---|",
+    ]
+    complaints: list[str] = []
+    for python in pythons:
+        with Compiler(find_toolchain(python), target, cache=cache, processes=2) as compiler:
+            version = f"ascendnpu-ir {compiler.toolchain.ascendnpu_ir}"
+            for name in registry.names():
+                if name == matrix.CHAIN:
+                    continue
+                spec = registry.lookup(name)
+                key = matrix.key(spec, 64, 64, "bfloat16", False, spec.every_form[0])
+                default = spec.default(key, chip_of(target))
+                made = [(case, launch) for case in cases_of(spec, key) for launch in launches(case, target)[0]]
+                answers = compiler.lower_all([launch.request(stage="verdict") for _, launch in made])
+                failed = [(case, launch, answer) for (case, launch), answer in zip(made, answers) if not answer.ok]
+                noted = sum(bool(answer.notes) for answer in answers if answer.ok)
+                compiles = "no" if any(case.candidate == default for case, _, _ in failed) else "yes"
+                lines.append(f"| {version} | {name} | {len(made)} | {len(failed)} | {noted} | {compiles} |")
+                sys.stderr.write(f"{lines[-1]}\n")
+                complaints += [
+                    f"- {version}: {case.candidate.id}, {launch.name}: {reason(answer)}"
+                    for case, launch, answer in failed
+                ]
+    return [*lines, "", f"{len(complaints)} kernels do not compile.", *complaints]
+
+
+def reason(answer: Answer) -> str:
+    """Why a kernel does not compile, without places on this machine."""
+    if answer.overflow is not None:
+        memory, wanted, available = answer.overflow
+        return f"{memory} overflow, {wanted:,} of {available:,} bytes"
+    return answer.error.rpartition("error: ")[2]
 
 
 def given_up(note: str) -> str:

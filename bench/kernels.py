@@ -146,7 +146,7 @@ def bench_op(spec: OpSpec, shape: tuple[int, ...], timer: EventTimer, rates: Rat
     rows: list[dict[str, object]] = []
     chunks = B * -(-T // CHUNK) * HV
     flops = OPERATIONS.get(spec.name, lambda K, V, BT: 0)(K, V, CHUNK) * chunks
-    for candidate in spec.candidates(experiment.key):
+    for candidate in spec.candidates(experiment.key, buffers=experiment.problem.chip.buffers):
         whole = Prepared(spec, experiment.problem, candidate, call)
         check = experiment.check(whole)
         arranged = tuple(whole.arrange(call.tensors))

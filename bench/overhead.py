@@ -37,6 +37,7 @@ from layout_tuner.device import interpreter
 from layout_tuner.device.driver import chip
 from layout_tuner.dispatch import router
 from layout_tuner.launch import direct, guards, launcher
+from layout_tuner.launch.direct import Constant
 from layout_tuner.ops import dv_local
 from layout_tuner.spec.declaration import Launch, Problem
 
@@ -232,7 +233,7 @@ def stubbed_device() -> Iterator[Any]:
         router.current().prepared.clear()
 
 
-def dv_local_constants(H: int, HV: int, K: int, V: int) -> dict[str, launcher.Constant]:
+def dv_local_constants(H: int, HV: int, K: int, V: int) -> dict[str, Constant]:
     """The constants of the whole-tile kernel."""
     return dict(
         H=H, HV=HV, K=K, V=V, BT=64, BK=64, BV=64, USE_G=True, USE_G_GAMMA=False, USE_A=False, G_T_CONTIG=False,

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, beside nothing and through nothing."""
+"""Writes files so that they appear whole or not at all, and never through a link."""
 
 import contextlib
 import fcntl
@@ -18,10 +18,10 @@ _ATTEMPTS = 10
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name to write to; what lies there at the end takes the path's place in one step.
+    """A temporary name to write to; at the end the file under that name takes the path's place in one step.
 
-    It lies in a folder of its own next to `path`, which a lock holds for as long as the process lives: what a killed
-    one left behind is removed by the next that writes to the same path, and what a living one writes never is.
+    The name is in a folder of its own next to `path`, locked while this process lives. A folder that a killed process
+    left behind has no lock any more, and is removed by the next process that writes to the same path.
 
     Raises:
         CacheError: Something that is no regular file lies at the path, the folder cannot be made or the file not be
@@ -41,12 +41,6 @@ def replacing(path: Path) -> Iterator[Path]:
             _sync(path.parent)
     except OSError as error:
         raise CacheError(f"{path}: {error.strerror or error}") from error
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a whole file, with the user's umask; raises `CacheError`."""
-    with replacing(path) as scratch:
-        scratch.write_bytes(content)
 
 
 def require_replaceable(path: Path) -> None:

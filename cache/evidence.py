@@ -1,7 +1,7 @@
-"""Which of several decisions for one key is believed.
+"""Chooses which of several decisions for one key is believed.
 
-Both functions rest on total orders that depend on nothing but the records, so every reader of the same rows, in
-whatever order it met them, comes to the same answer.
+`choose` and `newer` rest on total orders of the records alone, so every reader of the same rows, in whatever order,
+comes to the same answer.
 """
 
 import hashlib
@@ -14,12 +14,13 @@ from .records import (
     DecisionRecord,
     FailureClass,
     MeasurementRecord,
+    Source,
     mapping_text,
     utc_now,
 )
 from .validation import DECISION
 
-SOURCE_RANK = {"pinned": 3, "measured": 2, "imported": 1, "predicted": 0}
+SOURCE_RANK = {"pinned": 3, "measured": 2, "imported": 1, "predicted": 0, "checked": -1}
 """Strength of a stored source. A choice forced by an environment variable stands between pinned and measured."""
 
 Lifetimes = dict[FailureClass, timedelta | None]
@@ -67,21 +68,40 @@ def believed(failure: MeasurementRecord, record: DecisionRecord) -> bool:
 
 def failures(records: Iterable[DecisionRecord]) -> dict[tuple[str, str], MeasurementRecord]:
     """Failures that still count, by candidate and revision; a wrong result weighs more than any other."""
-    found: dict[tuple[str, str], MeasurementRecord] = {}
+    by_candidate: dict[tuple[str, str], MeasurementRecord] = {}
     for record in records:
         for each in record.measurements:
             if believed(each, record):
                 place = (each.candidate, each.revision)
-                if place not in found or each.state == "wrong":
-                    found[place] = each if each.measured_at else replace(each, measured_at=record.created_at)
-    return found
+                if place not in by_candidate or each.state == "wrong":
+                    by_candidate[place] = each if each.measured_at else replace(each, measured_at=record.created_at)
+    return by_candidate
+
+
+def rights(records: Iterable[DecisionRecord]) -> set[tuple[str, str, str]]:
+    """Candidates that were found right on a device: id, revision, and digest of the binary; empty where none is known.
+
+    What earlier versions measured is of no known binary.
+    """
+    return {
+        (each.candidate, each.revision, str(each.counts.get("binary", "")))
+        for record in records
+        if record.source != "predicted"
+        for each in record.measurements
+        if each.state == "ok"
+    }
+
+
+def decides(record: DecisionRecord) -> bool:
+    """Whether a record chose its candidate, rather than having found it right."""
+    return record.source != "checked"
 
 
 def choose(records: Iterable[DecisionRecord]) -> DecisionRecord | None:
     """The strongest decision whose winner is not known to fail; None where there is none."""
     kept = tuple(records)
     bad = failures(kept)
-    usable = [record for record in kept if (record.candidate, record.revision) not in bad]
+    usable = [record for record in kept if decides(record) and (record.candidate, record.revision) not in bad]
     if len(usable) <= 1:
         return usable[0] if usable else None
     return max(usable, key=strength)
@@ -106,38 +126,45 @@ def succeed(old: DecisionRecord, new: DecisionRecord) -> DecisionRecord:
         if _outlives(each, measured.get(each.candidate)) and (each.state != "failed" or believed(each, old))
     ]
     stays = {each.candidate for each in kept}
-    found = [each for each in new.measurements if each.candidate not in stays]
+    fresh = [each for each in new.measurements if each.candidate not in stays]
     return replace(
         new,
         created_at=max(new.created_at, old.created_at + timedelta(microseconds=1)),
-        measurements=(*found, *kept)[:MAX_MEASUREMENTS],
+        measurements=(*fresh, *kept)[:MAX_MEASUREMENTS],
     )
 
 
 def _outlives(old: MeasurementRecord, new: MeasurementRecord | None) -> bool:
-    """Whether what was known of a candidate stays known: nothing new is, or only that it was not tried."""
+    """Whether an old measurement stays: there is no new one of the candidate, or it was skipped."""
     return new is None or (new.state == "skipped" != old.state and new.revision == old.revision)
 
 
 def storable(record: DecisionRecord) -> DecisionRecord:
-    """The record without what must not be remembered: the fault of a device says nothing about a candidate."""
+    """The record without failures of the class `device`, which say nothing about a candidate."""
     if all(each.failure != "device" for each in record.measurements):
         return record
     return replace(record, measurements=tuple(each for each in record.measurements if each.failure != "device"))
 
 
 def with_failure(record: DecisionRecord, failure: MeasurementRecord, host: str) -> DecisionRecord:
-    """A decision as a host that saw its winner fail knows it."""
+    """The decision with a failure of its winner recorded, for the host that saw it fail."""
     failure = replace(failure, candidate=record.candidate, revision=record.revision, measured_at=utc_now())
     others = [each for each in record.measurements if each.candidate != record.candidate]
     return replace(record, measurements=(failure, *others)[:MAX_MEASUREMENTS], created_at=utc_now(), host=host)
 
 
 def facts_order(facts: str) -> tuple[bool, str]:
-    """Sort key of two accounts of one environment, as canonical JSON: any facts before none, then by content."""
+    """Sort key of the facts of an environment, as canonical JSON: none before any, then by content."""
     return facts != mapping_text({}), facts
 
 
+def source_on(host: str, source: Source, made_by: str) -> Source:
+    """As what a decision of a source counts on a host: what the host measured itself stays its own, as when a backup
+    comes home."""
+    return "imported" if source == "measured" and made_by != host else source
+
+
 def imported(record: DecisionRecord, host: str) -> DecisionRecord:
-    """The record as it counts on a host. What the host measured itself stays its own, as when a backup comes home."""
-    return replace(record, source="imported") if record.source == "measured" and record.host != host else record
+    """The record as it counts on a host."""
+    source = source_on(host, record.source, record.host)
+    return record if source == record.source else replace(record, source=source)

@@ -1,4 +1,4 @@
-"""What can be wrong with a store, told apart by what to do about it."""
+"""The kinds of trouble with a store, told apart by what to do about them."""
 
 import sqlite3
 from enum import Enum
@@ -37,7 +37,7 @@ class StoreError(CacheError):
     """A store that cannot do what was asked.
 
     Attributes:
-        fault: What to do about it.
+        fault: The kind of trouble.
     """
 
     def __init__(self, message: str, fault: Fault) -> None:

@@ -1,4 +1,4 @@
-"""What failures that earlier versions stored were: they took faults of devices and of file systems for compile errors.
+"""Judges failures anew that earlier versions stored: they took faults of devices and file systems for compile errors.
 
 Those versions searched an error's text for "compil" and "overflow", which torch_npu's texts hold (they name a source
 file `compiler_depend.ts`), and so do paths of compilers' caches. Rows are judged again where they are read, so that

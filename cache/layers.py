@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .evidence import SOURCE_RANK, failures, imported, strength, with_failure
+from .evidence import SOURCE_RANK, decides, failures, imported, rights, strength, with_failure
 from .faults import Fault, StoreError
 from .hosts import this_host
 from .interface import DecisionStore
@@ -27,7 +27,7 @@ from .sharing.pins import read_pins
 from .sqlite.file import Store
 from .sqlite.seal import warn_about
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 PACKAGED = Path(__file__).with_name("packaged.sqlite")
 """Decisions that ship with the package, where it ships any."""
@@ -67,7 +67,7 @@ class Resolution:
 
 
 class LayeredStore:
-    """The layers as one store. What is published goes to the user's file and to the server; the others are only read.
+    """The layers as one store. Decisions are written to the user's file and to the server; other layers are only read.
 
     Attributes:
         layers: Every layer, the nearest first.
@@ -89,10 +89,10 @@ class LayeredStore:
         self._user = user
         self._server = server
         self.pin_hash = pin_hash
-        found = [("user", user), ("server", server), *(("site", site) for site in sites), ("packaged", packaged)]
+        stores = [("user", user), ("server", server), *(("site", site) for site in sites), ("packaged", packaged)]
         if pins is not None:
-            found = [("pins", pins)]
-        self.layers = tuple(Layer(kind=kind, store=store) for kind, store in found if store is not None)
+            stores = [("pins", pins)]
+        self.layers = tuple(Layer(kind=kind, store=store) for kind, store in stores if store is not None)
 
     @property
     def name(self) -> str:
@@ -125,14 +125,14 @@ class LayeredStore:
         """
         wanted = None if known is None else dict(known) if isinstance(known, Mapping) else dict.fromkeys(known, "")
         for environment in environments:
-            if found := self._resolve(key, environment, wanted):
-                return found
+            if resolution := self._resolve(key, environment, wanted):
+                return resolution
         return None
 
     def lookup(self, key: KeyRecord, environment: str) -> DecisionRecord | None:
         """The decision for a key in an environment, its source as it counts here."""
-        found = self.resolve(key, (environment,))
-        return found.record if found else None
+        resolution = self.resolve(key, (environment,))
+        return resolution.record if resolution else None
 
     def evidence(self, key: KeyRecord, environment: str) -> tuple[DecisionRecord, ...]:
         """Every decision for a key in an environment, of all layers, their sources as they count here."""
@@ -184,17 +184,17 @@ class LayeredStore:
 
     def environments(self) -> list[EnvironmentRecord]:
         """Every environment of every layer, by id."""
-        found: dict[str, EnvironmentRecord] = {}
+        by_id: dict[str, EnvironmentRecord] = {}
         for layer in self.layers:
-            found = {each.id: each for each in layer.store.environments()} | found
-        return [found[name] for name in sorted(found)]
+            by_id = {each.id: each for each in layer.store.environments()} | by_id
+        return [by_id[name] for name in sorted(by_id)]
 
     def failures(
         self, key: KeyRecord, environment: str, *, known: Mapping[str, str] | None = None
     ) -> dict[tuple[str, str], MeasurementRecord]:
-        """What is known to fail for a key in an environment, by candidate and revision, of all layers.
+        """The failures recorded in all layers for a key in an environment, by candidate and revision.
 
-        Only what is still believed: compile errors, overflows and wrong results as long as the revision and the
+        Only those still believed: compile errors, overflows and wrong results as long as the revision and the
         environment last, with its compiler; want of memory and timeouts for a time; faults of a device never.
 
         Args:
@@ -205,10 +205,14 @@ class LayeredStore:
         """
         return failures(record for _, record in self._heard(self._evidence(key, environment, self.layers), known))
 
+    def rights(self, key: KeyRecord, environment: str) -> set[tuple[str, str, str]]:
+        """What was found right for a key in an environment, of all layers, as `evidence.rights`."""
+        return rights(record for _, record in self._evidence(key, environment, self.layers))
+
     def record_misses(self, misses: Iterable[MissRecord]) -> None:
         """Adds misses to their counts, in the user's file and on the server.
 
-        Any number of processes may add theirs, in batches of any size: nothing is lost and nothing counted twice.
+        Any number of processes may add misses at once: none is lost and none counted twice.
         """
         kept = [miss if miss.host else replace(miss, host=self._host) for miss in misses]
         self._user.record_misses(kept)
@@ -237,20 +241,20 @@ class LayeredStore:
 
     def _resolve(self, key: KeyRecord, environment: str, known: Mapping[str, str] | None) -> Resolution | None:
         near = [layer for layer in self.layers if layer.kind != "server"]
-        found = self._evidence(key, environment, near)
+        evidence = self._evidence(key, environment, near)
         # The server is asked where the near layers miss, not for every key of every process.
         server = next((layer for layer in self.layers if layer.kind == "server"), None)
-        best = self._best(found, known)
+        best = self._best(evidence, known)
         if server is not None and (best is None or SOURCE_RANK[best[1].source] < SOURCE_RANK["imported"]):
             remote = self._evidence(key, environment, [server])
-            found += remote
-            best = self._best(found, known)
+            evidence += remote
+            best = self._best(evidence, known)
             if best is not None and best[0] is server:
                 self._keep(best[1], server)
         return None if best is None else Resolution(record=best[1], layer=best[0], used=True)
 
     def _keep(self, record: DecisionRecord, server: Layer) -> None:
-        """Copies what the server answered into the user's file, where it is found while the server is away."""
+        """Copies a decision of the server into the user's file, which answers while the server is away."""
         facts = next((each for each in server.store.environments() if each.id == record.environment), None)
         self._user.publish(record, facts or EnvironmentRecord(id=record.environment))
 
@@ -264,28 +268,30 @@ class LayeredStore:
         ]
 
     def _counted(self, layer: Layer, record: DecisionRecord) -> DecisionRecord:
-        """The record with the source that it counts as: only what this user or this host measured is its own."""
+        """The record with the source that it counts as: `measured` only if this user or this host measured it."""
         if layer.kind == "user":
             return record
         return imported(record, self._host if layer.kind == "server" else "")
 
     def _heard(
-        self, found: Sequence[tuple[Layer, DecisionRecord]], known: Mapping[str, str] | None
+        self, evidence: Sequence[tuple[Layer, DecisionRecord]], known: Mapping[str, str] | None
     ) -> Sequence[tuple[Layer, DecisionRecord]]:
-        """The evidence to go by: this host's own alone, where that of others would leave no candidate to run."""
-        if not known or not known.items() <= failures(record for _, record in found).keys():
-            return found
-        return [each for each in found if each[0].kind == "user" and each[1].host == self._host]
+        """The evidence that counts: only this host's own, where that of others would leave no candidate to run."""
+        if not known or not known.items() <= failures(record for _, record in evidence).keys():
+            return evidence
+        return [each for each in evidence if each[0].kind == "user" and each[1].host == self._host]
 
     def _best(
-        self, found: Sequence[tuple[Layer, DecisionRecord]], known: Mapping[str, str] | None = None
+        self, evidence: Sequence[tuple[Layer, DecisionRecord]], known: Mapping[str, str] | None = None
     ) -> tuple[Layer, DecisionRecord] | None:
-        found = self._heard(found, known)
-        bad = failures(record for _, record in found)
+        evidence = self._heard(evidence, known)
+        bad = failures(record for _, record in evidence)
         usable = [
             each
-            for each in found
-            if (each[1].candidate, each[1].revision) not in bad and (known is None or each[1].candidate in known)
+            for each in evidence
+            if decides(each[1])
+            and (each[1].candidate, each[1].revision) not in bad
+            and (known is None or each[1].candidate in known)
         ]
         if len(usable) <= 1:
             return usable[0] if usable else None
@@ -301,7 +307,7 @@ def open_layers(
     pin: str | os.PathLike[str] | None = None,
     read_only: bool = False,
 ) -> LayeredStore:
-    """The layers that settings name. What cannot be used is said once and does without.
+    """The layers that settings name. A layer that cannot be used is logged once and left out.
 
     Args:
         path: The user's file; None means the default one.
@@ -328,7 +334,7 @@ def open_layers(
 
 
 def _looked_at(path: Path) -> DecisionStore:
-    """The user's file for reading; one that no decision has begun yet holds none."""
+    """The user's file for reading; an empty store where there is no file yet."""
     try:
         begun = path.stat().st_size > 0 if path.is_file() else path.exists() or bool(host_files(resolved(path)))
     except OSError as error:
@@ -342,7 +348,7 @@ def open_pins(path: str | os.PathLike[str]) -> tuple[MemoryStore, str]:
     store = MemoryStore()
     for record in decisions:
         store.publish(record, EnvironmentRecord(id=record.environment))
-    logger.info("%s: %d pinned decisions, sha256 %s; nothing else is used", path, len(decisions), digest)
+    log.info("%s: %d pinned decisions, sha256 %s; nothing else is used", path, len(decisions), digest)
     return store, digest
 
 

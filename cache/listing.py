@@ -1,4 +1,4 @@
-"""What several layers hold, key by key, the key with the newest decision first, page by page."""
+"""Lists the decisions of several layers by key, the key with the newest decision first, page by page."""
 
 import heapq
 import logging
@@ -14,7 +14,7 @@ from .places.guarded import GuardedStore
 from .records import DecisionRecord, KeyRecord
 from .sqlite.sql import SqlStore
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Listing:
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """One source of a layer, and what it answered."""
+    """One source of a layer, with its keys and decisions."""
 
     layer: Layer
     keys: int
@@ -52,7 +52,7 @@ def listing(
         like: Only of keys whose text, as `queries.key_text` has it, holds this one, in capitals or not.
 
     Raises:
-        StoreError: The first layer cannot be read; of another one that is said, and it is left out.
+        StoreError: The first layer cannot be read; another one that cannot is logged and left out.
     """
     wanted = {"environment": environment, "op": op, "like": like}
     parts = [part for layer in store.layers for part in _parts(store, layer, wanted) if part.keys]
@@ -77,12 +77,12 @@ def _parts(store: LayeredStore, layer: Layer, wanted: dict[str, str | None]) -> 
             if isinstance(source, SqlStore):
                 keys, groups = source.newest(**wanted)
             else:
-                found = _in_memory(source, wanted)
-                keys, groups = len(found), iter(found)
+                held = _in_memory(source, wanted)
+                keys, groups = len(held), iter(held)
         except StoreError as error:
             if layer is store.layers[0]:
                 raise
-            logger.warning("%s; left out", error)
+            log.warning("%s; left out", error)
             continue
         yield _Part(layer=layer, keys=keys, groups=groups, source=source)
 
@@ -128,11 +128,11 @@ def _resolved(store: LayeredStore, groups: Iterator[list[DecisionRecord]]) -> It
     alone = len(store.layers) == 1 and isinstance(store.layers[0].store, SqlStore)
     for group in groups:
         if alone:
-            found = store.ranked((store.layers[0], record) for record in group)
+            ranked = store.ranked((store.layers[0], record) for record in group)
         else:
-            found = store.ranked(
+            ranked = store.ranked(
                 (layer, record)
                 for layer in store.layers
                 for record in layer.store.evidence(group[0].key, group[0].environment)
             )
-        yield found
+        yield ranked

@@ -53,8 +53,8 @@ class MemoryStore:
     def decisions(self, *, environment: str | None = None, op: str | None = None) -> Iterator[DecisionRecord]:
         """Every decision."""
         with self._lock:
-            found = [record for slots in self._decisions.values() for record in slots.values()]
-        for record in found:
+            records = [record for slots in self._decisions.values() for record in slots.values()]
+        for record in records:
             if environment in (None, record.environment) and op in (None, record.key.op):
                 yield record
 
@@ -74,8 +74,8 @@ class MemoryStore:
     def misses(self, environment: str | None = None) -> list[MissRecord]:
         """Every miss, the most frequent first."""
         with self._lock:
-            found = [miss for miss in self._misses.values() if environment in (None, miss.environment)]
-        return sorted(found, key=frequency)
+            counts = [miss for miss in self._misses.values() if environment in (None, miss.environment)]
+        return sorted(counts, key=frequency)
 
     def close(self) -> None:
         """Nothing to give back."""

@@ -1,4 +1,4 @@
-"""Bringing the evidence of several stores together.
+"""Merges the evidence of several stores.
 
 A store is a set of slots (key, environment, source, host), each with one writer, so merging is: all slots, and of two
 states of one slot the later. That is commutative, associative and idempotent. Which decision of a key is then
@@ -18,7 +18,7 @@ Slot = tuple[str, KeyRecord, str, str]
 
 
 def slot_of(record: DecisionRecord) -> Slot:
-    """What tells a decision from every other one."""
+    """The slot of a decision: key, environment, source and host."""
     return record.environment, record.key, record.source, record.host
 
 
@@ -103,7 +103,7 @@ def conflicts(records: Iterable[DecisionRecord]) -> Iterator[Conflict]:
 
 
 def _contradiction(one: DecisionRecord, other: DecisionRecord) -> str | None:
-    """What `other` holds against the winner of `one`."""
+    """The reason why `other` contradicts the winner of `one`; None where it does not."""
     seen = _measurement(other, one.candidate, one.revision)
     if seen is not None and seen.state == "wrong":
         return f"{one.candidate} won on {one.host} and gave wrong results on {other.host}"

@@ -1,4 +1,4 @@
-"""Calls that found no decision: how their counts come together.
+"""Adds up and merges counts of misses: calls that found no decision.
 
 A count belongs to one key, environment and host. Counts of different calls are added; two states of one count are not,
 because a host's count only grows and the larger state holds the smaller.
@@ -32,15 +32,15 @@ def by_key(misses: Iterable[MissRecord]) -> list[MissRecord]:
     Args:
         misses: One record at most for each key, environment and host.
     """
-    found: dict[tuple[str, KeyRecord], MissRecord] = {}
+    sums: dict[tuple[str, KeyRecord], MissRecord] = {}
     for miss in misses:
         place = (miss.environment, miss.key)
-        found[place] = added(found[place], miss) if place in found else miss
-    return sorted(found.values(), key=frequency)
+        sums[place] = added(sums[place], miss) if place in sums else miss
+    return sorted(sums.values(), key=frequency)
 
 
 def _together(one: MissRecord, other: MissRecord) -> MissRecord:
-    """What the later of two says, since the earlier of them."""
+    """The later of two counts, with the earlier one's first moment."""
     # The count comes last: that of what was merged before is no longer that of the one whose reason it has.
     last = max(one, other, key=lambda miss: (miss.last_seen, miss.reason, miss.count))
     return replace(last, first_seen=min(one.first_seen, other.first_seen))

@@ -1,4 +1,4 @@
-"""What else a file is called, and what lies beside it: SQLite believes both, whoever put them there.
+"""Checks a file's other names and the journal beside it, both of which SQLite believes, whoever put them there.
 
 SQLite keeps a file's locks by its inode and its journals by its name. Under a second name (a hard link, a mount of the
 file itself) its writers do not see each other. A journal that was cut off in the middle of a transaction is played back

@@ -15,8 +15,11 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, FiniteF
 State = Literal["ok", "wrong", "failed", "skipped"]
 """How a candidate ended: timed, numerically wrong, raised, or not tried."""
 
-Source = Literal["pinned", "measured", "imported", "predicted"]
-"""Where a decision comes from. A choice forced by an environment variable is never stored."""
+Source = Literal["pinned", "measured", "imported", "predicted", "checked"]
+"""Where a decision comes from. A choice forced by an environment variable is never stored.
+
+`checked` decides nothing: its candidate was compared with the oracle and never timed.
+"""
 
 FailureClass = Literal["", "compile", "crash", "overflow", "memory", "timeout", "wrong", "device"]
 """Why a candidate failed, which says how long the failure is believed; empty for a candidate that did not fail."""
@@ -77,6 +80,7 @@ Moment = Annotated[
 ]
 Fact = str | int | float | bool | None
 Facts = Annotated[Mapping[Annotated[str, Field(max_length=200)], Fact], Field(max_length=MAX_MAPPING)]
+Samples = Annotated[tuple[FiniteFloat, ...], Field(max_length=MAX_SAMPLES)]
 
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, revalidate_instances="always")
 
@@ -101,7 +105,7 @@ class KeyRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasurementRecord:
-    """What is known of one candidate for one key.
+    """The measurement of one candidate for one key: times, error, or why there are none.
 
     Attributes:
         candidate: Text id, such as `full/g=T_CONTIG`.
@@ -116,7 +120,8 @@ class MeasurementRecord:
         interval_high_us: Upper end of it.
         error: Largest relative error against the oracle.
         samples: End-to-end samples, in microseconds.
-        counts: Facts behind a prediction, by name.
+        counts: The compiler's counts behind a prediction, by name; of a measurement `binary`, the digest of what the
+            candidate was compiled to, where compilers give different binaries for one source.
         measured_at: When; None means with the decision that it belongs to.
     """
 
@@ -133,7 +138,7 @@ class MeasurementRecord:
     interval_low_us: FiniteFloat | None = None
     interval_high_us: FiniteFloat | None = None
     error: FiniteFloat | None = None
-    samples: Annotated[tuple[FiniteFloat, ...], Field(max_length=MAX_SAMPLES)] = ()
+    samples: Samples = ()
     counts: Facts = field(default_factory=dict)
     measured_at: Moment | None = None
 

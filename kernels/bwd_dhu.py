@@ -13,8 +13,9 @@ the chunks of a sequence, parallel over sequences, value heads and tiles of V.
 import triton
 import triton.language as tl
 
-from .state import load_rows, load_state, locate_sequence, state_offset, store_state, zero_state
-from .time_axis import clear_outside_rows, time_axis_offset, time_axis_stride
+from .channels import load_row
+from .state import first_state, load_rows, locate_walk, state_offset, store_state
+from .time_axis import chunk_pointer, clear_outside_rows, load_token, load_tokens
 
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "TASKS"])
@@ -50,6 +51,7 @@ def chunk_gated_delta_rule_bwd_dhu(
     STORE_INITIAL_STATE_GRADIENT: tl.constexpr,
     STATE_V_FIRST: tl.constexpr,
     G_T_CONTIG: tl.constexpr,
+    GK_T_CONTIG: tl.constexpr,
     IS_VARLEN: tl.constexpr,
     PREFETCH: tl.constexpr,
     JOIN_PRODUCTS: tl.constexpr,
@@ -58,30 +60,23 @@ def chunk_gated_delta_rule_bwd_dhu(
     """One task walks one sequence at one value head and one tile of V; the tile `[BK, BV]` of dS never leaves the chip.
 
     q, k `[B, T, H, K]`, w `[B, T, HV, K]`, do, dv `[B, T, HV, V]`, g `[B, T, HV]` and gk `[B, T, HV, K]` (base 2,
-    cumulative in the chunk; g in either layout), dht `[N, HV, K, V]`; writes dh `[B, NT, HV, K, V]`,
+    cumulative in the chunk; each in either layout), dht `[N, HV, K, V]`; writes dh `[B, NT, HV, K, V]`,
     dv2 `[B, T, HV, V]`, dh0 `[N, HV, K, V]`. States are `[..., V, K]` with STATE_V_FIRST. N counts sequences (B when
     dense), `BK` >= K. With JOIN_PRODUCTS the two products of a chunk meet in an accumulator of their own (a matrix unit
     that cannot start from the vector unit's tile then sends one tile back, not two), else they add onto dS itself.
     """
     if IS_VARLEN:
         clear_outside_rows(dv2, cu_seqlens, T, N, HV * V, BV)
-    NV: tl.constexpr = (V + BV - 1) // BV
     o_c = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
     m_k = o_k < K
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
-        i_nh = i_task // NV
-        i_n = i_nh // HV
-        i_h = i_nh % HV
-        i_b, bos, length, boc = locate_sequence(i_n, cu_seqlens, chunk_offsets, T, NT, BT, IS_VARLEN)
-        o_v = (i_task % NV) * BV + tl.arange(0, BV)
+        i_n, i_h, o_v, i_b, bos, length, boc = locate_walk(
+            i_task, cu_seqlens, chunk_offsets, T, NT, HV, V, BT, BV, IS_VARLEN
+        )
         m_v = o_v < V
 
-        if USE_FINAL_STATE_GRADIENT:
-            b_dh = load_state(dht + state_offset(i_n, i_h, HV, K, V), o_k, o_v, K, V, STATE_V_FIRST).to(tl.float32)
-        else:
-            b_dh = zero_state(i_task, o_k, o_v)
-
+        b_dh = first_state(dht, i_task, i_n, i_h, o_k, o_v, HV, K, V, USE_FINAL_STATE_GRADIENT, STATE_V_FIRST)
         chunks = tl.cdiv(length, BT)
         for i_c in range(0, chunks):
             i_t = chunks - 1 - i_c
@@ -96,17 +91,17 @@ def chunk_gated_delta_rule_bwd_dhu(
             # Gating do rather than q leaves q as loaded and touches the narrower tile.
             b_dos = b_do.to(tl.float32) * scale
             if USE_G:
-                stride: tl.constexpr = time_axis_stride(HV, G_T_CONTIG)
-                p_g = g + time_axis_offset(i_b, bos, i_h, T, HV, G_T_CONTIG) + tl.cast(i_t, tl.int64) * BT * stride
-                b_g_last = tl.load(p_g + (tokens - 1) * stride).to(tl.float32)
-                b_g = tl.load(p_g + o_c * stride, mask=m_t, other=0.0).to(tl.float32)
+                p_g = chunk_pointer(g, i_b, i_t, bos, i_h, T, HV, BT, G_T_CONTIG)
+                b_g_last = load_token(p_g, tokens - 1, HV, G_T_CONTIG)
+                b_g = load_tokens(p_g, o_c, m_t, HV, G_T_CONTIG)
                 b_dv *= tl.exp2(tl.where(m_t, b_g_last - b_g, 0.0))[:, None]
                 b_dos *= tl.exp2(b_g)[:, None]
                 # A vector: Ascend sends a scalar's exp2 through global memory. No `where`: bishengir 1.2.0 fails on A5.
                 b_dh *= tl.exp2(b_g_last * m_k.to(tl.float32))[:, None]
             if USE_GK:
-                p_gk = gk + ((first + tokens - 1) * HV + i_h) * K
-                b_gk = tl.load(p_gk + o_k, mask=m_k, other=0.0).to(tl.float32)
+                p_gk = chunk_pointer(gk, i_b, i_t, bos, i_h, T, HV, BT, GK_T_CONTIG, K)
+                gk_stride: tl.constexpr = K if GK_T_CONTIG else HV * K
+                b_gk = load_row(p_gk, tokens - 1, tokens, o_k, K, gk_stride)
                 b_dh *= tl.exp2(b_gk)[:, None]
 
             b_dv += load_rows(dv + (first * HV + i_h) * V, o_c, o_v, tokens, V, HV * V, PREFETCH).to(tl.float32)

@@ -14,7 +14,7 @@ decay; only the causal mask is applied to it then.
 import triton
 import triton.language as tl
 
-from .time_axis import clear_outside_rows, load_time_axis, locate_chunk, time_axis_offset, time_axis_stride
+from .time_axis import chunk_pointer, clear_outside_rows, load_chunk, load_time_axis, locate_chunk
 
 
 @triton.jit
@@ -129,9 +129,7 @@ def chunk_bwd_dv_local_full(
 
         b_g = tl.zeros([BT], dtype=tl.float32)
         if USE_G:
-            stride: tl.constexpr = time_axis_stride(HV, G_T_CONTIG)
-            p_g = g + time_axis_offset(i_b, bos, i_h, T, HV, G_T_CONTIG) + tl.cast(i_t, tl.int64) * BT * stride
-            b_g = tl.load(p_g + o_c * stride, mask=m_t, other=0.0).to(tl.float32)
+            b_g = load_chunk(g, i_b, i_t, bos, i_h, o_c, m_t, T, HV, BT, G_T_CONTIG)
         b_gamma = 0.0
         if USE_G_GAMMA:
             b_gamma = tl.load(g_gamma + i_h).to(tl.float32)
@@ -195,10 +193,9 @@ def chunk_bwd_dv_local_sub(
         p_A = A
         if USE_A:
             p_A = A + (first * HV + i_h) * BT
-        stride: tl.constexpr = time_axis_stride(HV, G_T_CONTIG)
         p_g = g
         if USE_G:
-            p_g = g + time_axis_offset(i_b, bos, i_h, T, HV, G_T_CONTIG) + tl.cast(i_t, tl.int64) * BT * stride
+            p_g = chunk_pointer(g, i_b, i_t, bos, i_h, T, HV, BT, G_T_CONTIG)
         b_gamma = 0.0
         if USE_G_GAMMA:
             b_gamma = tl.load(g_gamma + i_h).to(tl.float32)

@@ -20,15 +20,18 @@ left is done chunk by chunk, E[t,s] being exp2(G[t] - G[s]), h the state at the 
 import triton
 import triton.language as tl
 
-from .state import load_rows, load_state, locate_sequence, state_offset, store_state, zero_state
+from .state import first_state, load_rows, locate_walk, state_offset, store_state
 from .time_axis import (
+    chunk_pointer,
     clear_outside_rows,
     clear_outside_time_axis,
+    load_chunk,
     load_time_axis,
+    load_token,
+    load_tokens,
     locate_chunk,
+    store_chunk,
     store_time_axis,
-    time_axis_offset,
-    time_axis_stride,
 )
 
 
@@ -79,23 +82,16 @@ def chunk_gated_delta_rule_bwd_walk(
     """
     if IS_VARLEN:
         clear_outside_rows(dx, cu_seqlens, T, N, HV * V, BV)
-    NV: tl.constexpr = (V + BV - 1) // BV
     o_c = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
     m_k = o_k < K
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
-        i_nh = i_task // NV
-        i_n = i_nh // HV
-        i_h = i_nh % HV
-        i_b, bos, length, boc = locate_sequence(i_n, cu_seqlens, chunk_offsets, T, NT, BT, IS_VARLEN)
-        o_v = (i_task % NV) * BV + tl.arange(0, BV)
+        i_n, i_h, o_v, i_b, bos, length, boc = locate_walk(
+            i_task, cu_seqlens, chunk_offsets, T, NT, HV, V, BT, BV, IS_VARLEN
+        )
         m_v = o_v < V
 
-        if USE_FINAL_STATE_GRADIENT:
-            b_dh = load_state(dht + state_offset(i_n, i_h, HV, K, V), o_k, o_v, K, V, STATE_V_FIRST).to(tl.float32)
-        else:
-            b_dh = zero_state(i_task, o_k, o_v)
-
+        b_dh = first_state(dht, i_task, i_n, i_h, o_k, o_v, HV, K, V, USE_FINAL_STATE_GRADIENT, STATE_V_FIRST)
         chunks = tl.cdiv(length, BT)
         for i_c in range(0, chunks):
             i_t = chunks - 1 - i_c
@@ -107,18 +103,14 @@ def chunk_gated_delta_rule_bwd_walk(
             p_k = k + (first * H + i_h // (HV // H)) * K
             b_k = load_rows(p_k, o_c, o_k, tokens, K, H * K, PREFETCH)
             b_du = tl.dot(b_k, b_dh.to(b_k.dtype), input_precision=DOT_PRECISION)
-            beta_stride: tl.constexpr = time_axis_stride(HV, BETA_T_CONTIG)
-            p_beta = beta + time_axis_offset(i_b, bos, i_h, T, HV, BETA_T_CONTIG)
-            p_beta += tl.cast(i_t, tl.int64) * BT * beta_stride
-            b_beta = tl.load(p_beta + o_c * beta_stride, mask=m_t, other=0.0).to(tl.float32)
+            b_beta = load_chunk(beta, i_b, i_t, bos, i_h, o_c, m_t, T, HV, BT, BETA_T_CONTIG)
             b_do = load_rows(do + (first * HV + i_h) * V, o_c, o_v, tokens, V, HV * V, PREFETCH)
             # Gating do rather than q leaves q as loaded and touches the narrower tile.
             b_dos = b_do.to(tl.float32) * scale
             if USE_G:
-                stride: tl.constexpr = time_axis_stride(HV, G_T_CONTIG)
-                p_g = g + time_axis_offset(i_b, bos, i_h, T, HV, G_T_CONTIG) + tl.cast(i_t, tl.int64) * BT * stride
-                b_g_last = tl.load(p_g + (tokens - 1) * stride).to(tl.float32)
-                b_g = tl.load(p_g + o_c * stride, mask=m_t, other=0.0).to(tl.float32)
+                p_g = chunk_pointer(g, i_b, i_t, bos, i_h, T, HV, BT, G_T_CONTIG)
+                b_g_last = load_token(p_g, tokens - 1, HV, G_T_CONTIG)
+                b_g = load_tokens(p_g, o_c, m_t, HV, G_T_CONTIG)
                 b_du *= tl.exp2(tl.where(m_t, b_g_last - b_g, 0.0))[:, None]
                 b_dos *= tl.exp2(b_g)[:, None]
                 b_beta *= tl.exp2(b_g)
@@ -214,10 +206,7 @@ def chunk_bwd_inverse(
         b_X = tl.zeros([BT, BT], dtype=tl.float32)
         for i_r in range(0, R):
             i_hv = i_h * R + i_r
-            beta_stride: tl.constexpr = time_axis_stride(HV, BETA_T_CONTIG)
-            p_beta = beta + time_axis_offset(i_b, bos, i_hv, T, HV, BETA_T_CONTIG)
-            p_beta += tl.cast(i_t, tl.int64) * BT * beta_stride
-            b_beta = tl.load(p_beta + o_c * beta_stride, mask=m_t, other=0.0).to(tl.float32)
+            b_beta = load_chunk(beta, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, BETA_T_CONTIG)
             b_dM = tl.zeros([BT, BT], dtype=tl.float32)
             b_tv = tl.zeros([BT], dtype=tl.float32)
             for i_v in range(0, V, BV):
@@ -240,9 +229,7 @@ def chunk_bwd_inverse(
                 b_yk += tl.sum(tl.load(y + o_y, mask=m_k, other=0.0).to(tl.float32) * b_k, axis=1)
             b_M = -b_dM
             if USE_G:
-                stride: tl.constexpr = time_axis_stride(HV, G_T_CONTIG)
-                p_g = g + time_axis_offset(i_b, bos, i_hv, T, HV, G_T_CONTIG) + tl.cast(i_t, tl.int64) * BT * stride
-                b_g = tl.load(p_g + o_c * stride, mask=m_t, other=0.0).to(tl.float32)
+                b_g = load_chunk(g, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, G_T_CONTIG)
                 b_yk *= tl.exp2(b_g)
                 # Above the diagonal the difference may be large and positive: mask before exp2, not after.
                 b_M *= tl.exp2(tl.where(m_M, b_g[:, None] - b_g[None, :], 0.0))
@@ -250,15 +237,10 @@ def chunk_bwd_inverse(
             b_row = tl.sum(b_M * b_kk, axis=1)
             b_M *= b_beta[:, None]
             b_X += b_M
-            db_stride: tl.constexpr = time_axis_stride(HV, DB_T_CONTIG)
-            p_db = dbeta + time_axis_offset(i_b, bos, i_hv, T, HV, DB_T_CONTIG)
-            p_db += tl.cast(i_t, tl.int64) * BT * db_stride
-            store_time_axis(p_db, o_c, b_tv + b_yk + b_row, m_t, HV, DB_T_CONTIG)
+            store_chunk(dbeta, b_tv + b_yk + b_row, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, DB_T_CONTIG, True)
             if USE_G:
                 b_dG = (b_yk + b_row) * b_beta - tl.sum(b_M * b_kk, axis=0)
-                dg_stride: tl.constexpr = time_axis_stride(HV, DG_T_CONTIG)
-                p_dg = dg + time_axis_offset(i_b, bos, i_hv, T, HV, DG_T_CONTIG)
-                p_dg += tl.cast(i_t, tl.int64) * BT * dg_stride
+                p_dg = chunk_pointer(dg, i_b, i_t, bos, i_hv, T, HV, BT, DG_T_CONTIG)
                 b_dG += load_time_axis(p_dg, o_c, m_t, HV, DG_T_CONTIG)
                 store_time_axis(p_dg, o_c, b_dG, m_t, HV, DG_T_CONTIG)
 
@@ -271,15 +253,9 @@ def chunk_bwd_inverse(
             b_dk = tl.load(p_dk, mask=m_k, other=0.0).to(tl.float32)
             for i_r in range(0, R):
                 i_hv = i_h * R + i_r
-                s_stride: tl.constexpr = time_axis_stride(HV, BETA_T_CONTIG)
-                p_s = beta + time_axis_offset(i_b, bos, i_hv, T, HV, BETA_T_CONTIG)
-                p_s += tl.cast(i_t, tl.int64) * BT * s_stride
-                b_s = tl.load(p_s + o_c * s_stride, mask=m_t, other=0.0).to(tl.float32)
+                b_s = load_chunk(beta, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, BETA_T_CONTIG)
                 if USE_G:
-                    r_stride: tl.constexpr = time_axis_stride(HV, G_T_CONTIG)
-                    p_r = g + time_axis_offset(i_b, bos, i_hv, T, HV, G_T_CONTIG)
-                    p_r += tl.cast(i_t, tl.int64) * BT * r_stride
-                    b_s *= tl.exp2(tl.load(p_r + o_c * r_stride, mask=m_t, other=0.0).to(tl.float32))
+                    b_s *= tl.exp2(load_chunk(g, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, G_T_CONTIG))
                 o_y = (first * HV + i_hv) * K + o_c[:, None] * (HV * K) + o_k[None, :]
                 b_dk += tl.load(y + o_y, mask=m_k, other=0.0).to(tl.float32) * b_s[:, None]
             b_k = tl.load(p_k + o_c[:, None] * (H * K) + o_k[None, :], mask=m_k, other=0.0)

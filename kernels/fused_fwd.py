@@ -20,8 +20,8 @@ tile of V, and its tile would take the registers that the state needs.
 import triton
 import triton.language as tl
 
-from .state import load_rows, load_state, locate_sequence, state_offset, store_state, zero_state
-from .time_axis import clear_outside_rows, locate_chunk, time_axis_offset, time_axis_stride
+from .state import first_state, load_rows, locate_walk, state_offset, store_state
+from .time_axis import chunk_pointer, clear_outside_rows, load_chunk, load_token, load_tokens, locate_chunk
 
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "TASKS"])
@@ -72,9 +72,7 @@ def chunk_scores(
             i_hv = i_h * (HV // H) + i_r
             b_P = b_s
             if USE_G:
-                stride: tl.constexpr = time_axis_stride(HV, G_T_CONTIG)
-                p_g = g + time_axis_offset(i_b, bos, i_hv, T, HV, G_T_CONTIG) + tl.cast(i_t, tl.int64) * BT * stride
-                b_g = tl.load(p_g + o_c * stride, mask=m_t, other=0.0).to(tl.float32)
+                b_g = load_chunk(g, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, G_T_CONTIG)
                 # Above the diagonal the difference may be large and positive: mask before exp2, not after.
                 b_P = b_s * tl.exp2(tl.where(m_P, b_g[:, None] - b_g[None, :], 0.0))
             p_P = P + (first * HV + i_hv) * BT
@@ -133,23 +131,16 @@ def chunk_gated_delta_rule_fwd_walk(
     if IS_VARLEN:
         if STORE_OUTPUT:
             clear_outside_rows(o, cu_seqlens, T, N, HV * V, BV)
-    NV: tl.constexpr = (V + BV - 1) // BV
     o_c = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
     m_k = o_k < K
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
-        i_nh = i_task // NV
-        i_n = i_nh // HV
-        i_h = i_nh % HV
-        i_b, bos, length, boc = locate_sequence(i_n, cu_seqlens, chunk_offsets, T, NT, BT, IS_VARLEN)
-        o_v = (i_task % NV) * BV + tl.arange(0, BV)
+        i_n, i_h, o_v, i_b, bos, length, boc = locate_walk(
+            i_task, cu_seqlens, chunk_offsets, T, NT, HV, V, BT, BV, IS_VARLEN
+        )
         m_v = o_v < V
 
-        if USE_INITIAL_STATE:
-            b_h = load_state(h0 + state_offset(i_n, i_h, HV, K, V), o_k, o_v, K, V, STATE_V_FIRST).to(tl.float32)
-        else:
-            b_h = zero_state(i_task, o_k, o_v)
-
+        b_h = first_state(h0, i_task, i_n, i_h, o_k, o_v, HV, K, V, USE_INITIAL_STATE, STATE_V_FIRST)
         for i_t in range(0, tl.cdiv(length, BT)):
             first = tl.cast(bos + i_t * BT, tl.int64)
             tokens = tl.minimum(length - i_t * BT, BT)
@@ -163,15 +154,11 @@ def chunk_gated_delta_rule_fwd_walk(
             b_k = load_rows(p_k, o_c, o_k, tokens, K, H * K, PREFETCH)
             b_S = b_h.to(b_k.dtype)
             b_x = tl.dot(b_k, b_S, input_precision=DOT_PRECISION)
-            beta_stride: tl.constexpr = time_axis_stride(HV, BETA_T_CONTIG)
-            p_beta = beta + time_axis_offset(i_b, bos, i_h, T, HV, BETA_T_CONTIG)
-            p_beta += tl.cast(i_t, tl.int64) * BT * beta_stride
-            b_beta = tl.load(p_beta + o_c * beta_stride, mask=m_t, other=0.0).to(tl.float32)
+            b_beta = load_chunk(beta, i_b, i_t, bos, i_h, o_c, m_t, T, HV, BT, BETA_T_CONTIG)
             if USE_G:
-                stride: tl.constexpr = time_axis_stride(HV, G_T_CONTIG)
-                p_g = g + time_axis_offset(i_b, bos, i_h, T, HV, G_T_CONTIG) + tl.cast(i_t, tl.int64) * BT * stride
-                b_g_last = tl.load(p_g + (tokens - 1) * stride).to(tl.float32)
-                b_g = tl.load(p_g + o_c * stride, mask=m_t, other=0.0).to(tl.float32)
+                p_g = chunk_pointer(g, i_b, i_t, bos, i_h, T, HV, BT, G_T_CONTIG)
+                b_g_last = load_token(p_g, tokens - 1, HV, G_T_CONTIG)
+                b_g = load_tokens(p_g, o_c, m_t, HV, G_T_CONTIG)
                 b_x *= tl.exp2(b_g)[:, None]
             b_v = load_rows(v + (first * HV + i_h) * V, o_c, o_v, tokens, V, HV * V, PREFETCH)
             b_x = b_beta[:, None] * (b_v.to(tl.float32) - b_x)

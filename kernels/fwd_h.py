@@ -13,8 +13,9 @@ the chunks of a sequence, parallel over sequences, value heads and tiles of V.
 import triton
 import triton.language as tl
 
-from .state import load_rows, load_state, locate_sequence, state_offset, store_state, zero_state
-from .time_axis import clear_outside_rows, time_axis_offset, time_axis_stride
+from .channels import load_row
+from .state import first_state, load_rows, locate_walk, state_offset, store_state
+from .time_axis import chunk_pointer, clear_outside_rows, load_token, load_tokens
 
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "TASKS"])
@@ -48,6 +49,7 @@ def chunk_gated_delta_rule_fwd_h(
     SAVE_NEW_VALUE: tl.constexpr,
     STATE_V_FIRST: tl.constexpr,
     G_T_CONTIG: tl.constexpr,
+    GK_T_CONTIG: tl.constexpr,
     IS_VARLEN: tl.constexpr,
     PREFETCH: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
@@ -55,29 +57,22 @@ def chunk_gated_delta_rule_fwd_h(
     """One task walks one sequence at one value head and one tile of V; the state tile `[BK, BV]` never leaves the chip.
 
     k `[B, T, H, K]`, w `[B, T, HV, K]`, u `[B, T, HV, V]`, g `[B, T, HV]` and gk `[B, T, HV, K]` (base 2, cumulative
-    in the chunk; g in either layout), h0 `[N, HV, K, V]`; writes h `[B, NT, HV, K, V]`, v_new `[B, T, HV, V]`,
+    in the chunk; each in either layout), h0 `[N, HV, K, V]`; writes h `[B, NT, HV, K, V]`, v_new `[B, T, HV, V]`,
     ht `[N, HV, K, V]`. States are `[..., V, K]` with STATE_V_FIRST. N counts sequences (B when dense), `BK` >= K.
     """
     if IS_VARLEN:
         if SAVE_NEW_VALUE:
             clear_outside_rows(v_new, cu_seqlens, T, N, HV * V, BV)
-    NV: tl.constexpr = (V + BV - 1) // BV
     o_c = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
     m_k = o_k < K
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
-        i_nh = i_task // NV
-        i_n = i_nh // HV
-        i_h = i_nh % HV
-        i_b, bos, length, boc = locate_sequence(i_n, cu_seqlens, chunk_offsets, T, NT, BT, IS_VARLEN)
-        o_v = (i_task % NV) * BV + tl.arange(0, BV)
+        i_n, i_h, o_v, i_b, bos, length, boc = locate_walk(
+            i_task, cu_seqlens, chunk_offsets, T, NT, HV, V, BT, BV, IS_VARLEN
+        )
         m_v = o_v < V
 
-        if USE_INITIAL_STATE:
-            b_h = load_state(h0 + state_offset(i_n, i_h, HV, K, V), o_k, o_v, K, V, STATE_V_FIRST).to(tl.float32)
-        else:
-            b_h = zero_state(i_task, o_k, o_v)
-
+        b_h = first_state(h0, i_task, i_n, i_h, o_k, o_v, HV, K, V, USE_INITIAL_STATE, STATE_V_FIRST)
         for i_t in range(0, tl.cdiv(length, BT)):
             first = tl.cast(bos + i_t * BT, tl.int64)
             tokens = tl.minimum(length - i_t * BT, BT)
@@ -96,16 +91,16 @@ def chunk_gated_delta_rule_fwd_h(
                 )
 
             if USE_G:
-                stride: tl.constexpr = time_axis_stride(HV, G_T_CONTIG)
-                p_g = g + time_axis_offset(i_b, bos, i_h, T, HV, G_T_CONTIG) + tl.cast(i_t, tl.int64) * BT * stride
-                b_g_last = tl.load(p_g + (tokens - 1) * stride).to(tl.float32)
-                b_g = tl.load(p_g + o_c * stride, mask=m_t, other=0.0).to(tl.float32)
+                p_g = chunk_pointer(g, i_b, i_t, bos, i_h, T, HV, BT, G_T_CONTIG)
+                b_g_last = load_token(p_g, tokens - 1, HV, G_T_CONTIG)
+                b_g = load_tokens(p_g, o_c, m_t, HV, G_T_CONTIG)
                 b_v *= tl.exp2(tl.where(m_t, b_g_last - b_g, 0.0))[:, None]
                 # A vector: Ascend sends a scalar's exp2 through global memory. No `where`: bishengir 1.2.0 fails on A5.
                 b_h *= tl.exp2(b_g_last * m_k.to(tl.float32))[:, None]
             if USE_GK:
-                p_gk = gk + ((first + tokens - 1) * HV + i_h) * K
-                b_gk = tl.load(p_gk + o_k, mask=m_k, other=0.0).to(tl.float32)
+                p_gk = chunk_pointer(gk, i_b, i_t, bos, i_h, T, HV, BT, GK_T_CONTIG, K)
+                gk_stride: tl.constexpr = K if GK_T_CONTIG else HV * K
+                b_gk = load_row(p_gk, tokens - 1, tokens, o_k, K, gk_stride)
                 b_h *= tl.exp2(b_gk)[:, None]
             if not (USE_G or USE_GK):
                 # Changes nothing: bishengir 1.2.0 crashes without vector work between the state's use and its update.

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .state import load_state, state_offset
-from .time_axis import clear_outside_rows, locate_chunk, time_axis_offset, time_axis_stride
+from .time_axis import clear_outside_rows, load_chunk, locate_chunk
 
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "TASKS"])
@@ -77,9 +77,7 @@ def chunk_fwd_o(
         m_A = o_c[:, None] <= o_c[None, :]
         b_G = tl.zeros([BT], dtype=tl.float32)
         if USE_G:
-            stride: tl.constexpr = time_axis_stride(HV, G_T_CONTIG)
-            p_g = g + time_axis_offset(i_b, bos, i_h, T, HV, G_T_CONTIG) + tl.cast(i_t, tl.int64) * BT * stride
-            b_G += tl.load(p_g + o_c * stride, mask=m_t, other=0.0).to(tl.float32)
+            b_G += load_chunk(g, i_b, i_t, bos, i_h, o_c, m_t, T, HV, BT, G_T_CONTIG)
         if USE_G_GAMMA:
             b_G += tl.load(g_gamma + i_h).to(tl.float32) * (o_c + 1).to(tl.float32)
         if USE_G or USE_G_GAMMA:

@@ -9,7 +9,7 @@ group, which differ in `beta` and `G` alone.
 import triton
 import triton.language as tl
 
-from .time_axis import clear_outside_rows, locate_chunk, time_axis_offset, time_axis_stride
+from .time_axis import clear_outside_rows, load_chunk, locate_chunk
 
 
 @triton.jit
@@ -82,23 +82,18 @@ def chunk_scaled_dot_kkt_fwd(
     if IS_VARLEN:
         clear_outside_rows(A, cu_seqlens, T, N, HV * BT, BT)
     group: tl.constexpr = HV // H
-    g_stride: tl.constexpr = time_axis_stride(HV, G_T_CONTIG)
-    beta_stride: tl.constexpr = time_axis_stride(HV, BETA_T_CONTIG)
     o_t = tl.arange(0, BT)
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
         i_h = i_task % H
         i_b, i_t, bos, length = locate_chunk(i_task // H, cu_seqlens, chunk_indices, T, NT, N, BT, IS_VARLEN)
         first = tl.cast(bos + i_t * BT, tl.int64)
-        begin = tl.cast(i_t, tl.int64) * BT
         m_t = i_t * BT + o_t < length
         b_kk = key_product(k + (first * H + i_h) * K, o_t, o_t, m_t, m_t, H * K, K, BK, DOT_PRECISION)
         for i_v in range(i_h * group, i_h * group + group):
-            p_beta = beta + time_axis_offset(i_b, bos, i_v, T, HV, BETA_T_CONTIG) + begin * beta_stride
-            b_beta = tl.load(p_beta + o_t * beta_stride, mask=m_t, other=0.0).to(tl.float32)
+            b_beta = load_chunk(beta, i_b, i_t, bos, i_v, o_t, m_t, T, HV, BT, BETA_T_CONTIG)
             b_g = tl.zeros([BT], dtype=tl.float32)
             if USE_G:
-                p_g = g + time_axis_offset(i_b, bos, i_v, T, HV, G_T_CONTIG) + begin * g_stride
-                b_g = tl.load(p_g + o_t * g_stride, mask=m_t, other=0.0).to(tl.float32)
+                b_g = load_chunk(g, i_b, i_t, bos, i_v, o_t, m_t, T, HV, BT, G_T_CONTIG)
             # A row past the end has no gate of its own, and the difference could overflow.
             m_M = m_t[:, None] & (o_t[:, None] > o_t[None, :])
             b_M = decayed(b_kk, b_beta, b_g, b_g, m_M, USE_G)

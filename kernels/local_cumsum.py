@@ -13,7 +13,7 @@ A gate with channels, `[B, T, HV, S]`, is a stride-HV gate of HV * S heads.
 import triton
 import triton.language as tl
 
-from .time_axis import clear_outside_time_axis, locate_chunk, time_axis_offset
+from .time_axis import clear_outside_time_axis, locate_chunk, token_pointer
 
 # A token's gate, natural log, whose decay is 0 in fp32 (2 ** -150): at or below it a state begins anew.
 RESET = tl.constexpr(-104.0)
@@ -37,14 +37,12 @@ def load_head_block(
 
     `o_h` counts the heads of a block: the product of any head with T may need 64 bits.
     """
-    p_g = p_g + time_axis_offset(i_b, bos, i_h, T, HV, T_CONTIG)
+    p_g = token_pointer(p_g, i_b, first, bos, i_h, T, HV, T_CONTIG)
     m_t = first + o_t < length
     m_h = i_h + o_h < HV
     if T_CONTIG:
-        p_g += first
         b_g = tl.load(p_g + o_h[:, None] * T + o_t[None, :], mask=m_h[:, None] & m_t[None, :], other=0.0).to(tl.float32)
     else:
-        p_g += tl.cast(first, tl.int64) * HV
         b_g = tl.load(p_g + o_t[:, None] * HV + o_h[None, :], mask=m_t[:, None] & m_h[None, :], other=0.0)
         b_g = tl.trans(b_g.to(tl.float32))
     return b_g
@@ -66,15 +64,13 @@ def store_head_block(
     T_CONTIG: tl.constexpr,
 ):
     """Writes a `[heads, time]` tile to the addresses that `load_head_block` reads."""
-    p_out += time_axis_offset(i_b, bos, i_h, T, HV, T_CONTIG)
+    p_out = token_pointer(p_out, i_b, first, bos, i_h, T, HV, T_CONTIG)
     m_t = first + o_t < length
     m_h = i_h + o_h < HV
     if T_CONTIG:
-        p_out += first
         b_out = b_out.to(p_out.dtype.element_ty)
         tl.store(p_out + o_h[:, None] * T + o_t[None, :], b_out, mask=m_h[:, None] & m_t[None, :])
     else:
-        p_out += tl.cast(first, tl.int64) * HV
         b_out = tl.trans(b_out).to(p_out.dtype.element_ty)
         tl.store(p_out + o_t[:, None] * HV + o_h[None, :], b_out, mask=m_t[:, None] & m_h[None, :])
 

@@ -9,7 +9,7 @@ the tile `[BT, BT]` is the smaller one, and `v` and `k` go to the matrix unit as
 import triton
 import triton.language as tl
 
-from .time_axis import clear_outside_rows, locate_chunk, time_axis_offset, time_axis_stride
+from .time_axis import clear_outside_rows, load_chunk, locate_chunk
 
 
 @triton.jit
@@ -77,10 +77,7 @@ def recompute_w_u_fwd(
         i_b, i_t, bos, length = locate_chunk(i_task // HV, cu_seqlens, chunk_indices, T, NT, N, BT, IS_VARLEN)
         m_t = i_t * BT + o_t < length
         first = tl.cast(bos + i_t * BT, tl.int64)
-        begin = tl.cast(i_t, tl.int64) * BT
-        beta_stride: tl.constexpr = time_axis_stride(HV, BETA_T_CONTIG)
-        p_beta = beta + time_axis_offset(i_b, bos, i_h, T, HV, BETA_T_CONTIG) + begin * beta_stride
-        b_beta = tl.load(p_beta + o_t * beta_stride, mask=m_t, other=0.0).to(tl.float32)
+        b_beta = load_chunk(beta, i_b, i_t, bos, i_h, o_t, m_t, T, HV, BT, BETA_T_CONTIG)
         p_A = A + (first * HV + i_h) * BT
         b_A = tl.load(p_A + o_t[:, None] * (HV * BT) + o_t[None, :], mask=m_t[:, None], other=0.0).to(tl.float32)
         scaled_product(
@@ -88,9 +85,7 @@ def recompute_w_u_fwd(
             o_t, m_t, HV * V, HV * V, V, BV, DOT_PRECISION,
         )  # fmt: skip
         if USE_G:
-            g_stride: tl.constexpr = time_axis_stride(HV, G_T_CONTIG)
-            p_g = g + time_axis_offset(i_b, bos, i_h, T, HV, G_T_CONTIG) + begin * g_stride
-            b_beta *= tl.exp2(tl.load(p_g + o_t * g_stride, mask=m_t, other=0.0).to(tl.float32))
+            b_beta *= tl.exp2(load_chunk(g, i_b, i_t, bos, i_h, o_t, m_t, T, HV, BT, G_T_CONTIG))
         scaled_product(
             b_A, b_beta, k + (first * H + i_h // (HV // H)) * K, w + (first * HV + i_h) * K,
             o_t, m_t, H * K, HV * K, K, BK, DOT_PRECISION,

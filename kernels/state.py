@@ -42,6 +42,35 @@ def locate_sequence(
 
 
 @triton.jit
+def locate_walk(
+    i_task,
+    cu_seqlens,
+    chunk_offsets,
+    T,
+    NT,
+    HV: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BV: tl.constexpr,
+    IS_VARLEN: tl.constexpr,
+):
+    """What task `i_task` walks: one sequence at one value head, with the `BV` columns of its state that stay on chip.
+
+    Neighbouring tasks have neighbouring columns, then neighbouring heads: they read the same q, k and w.
+
+    Returns:
+        `(i_n, i_h, o_v, i_b, bos, length, boc)`: sequence, value head, columns `[BV]`; the rest as `locate_sequence`.
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_nh = i_task // NV
+    i_n = i_nh // HV
+    i_h = i_nh % HV
+    i_b, bos, length, boc = locate_sequence(i_n, cu_seqlens, chunk_offsets, T, NT, BT, IS_VARLEN)
+    o_v = (i_task % NV) * BV + tl.arange(0, BV)
+    return i_n, i_h, o_v, i_b, bos, length, boc
+
+
+@triton.jit
 def state_offset(
     i_s,
     i_h,
@@ -84,6 +113,28 @@ def load_state(
             mask=(o_k < K)[:, None] & (o_v < V)[None, :],
             other=0.0,
         )
+    return b_s
+
+
+@triton.jit
+def first_state(
+    p_s,
+    i_task,
+    i_n,
+    i_h,
+    o_k,
+    o_v,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    GIVEN: tl.constexpr,
+    STATE_V_FIRST: tl.constexpr,
+):
+    """The tile `[BK, BV]` that a walk begins from, fp32: of sequence `i_n` at head `i_h` of `p_s` if GIVEN, else 0."""
+    if GIVEN:
+        b_s = load_state(p_s + state_offset(i_n, i_h, HV, K, V), o_k, o_v, K, V, STATE_V_FIRST).to(tl.float32)
+    else:
+        b_s = zero_state(i_task, o_k, o_v)
     return b_s
 
 

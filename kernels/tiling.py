@@ -225,3 +225,57 @@ def on_chip_bytes(kernel: str, element_bytes: int, **tiles: int) -> tuple[int, i
     if kernel == "chunk_gated_delta_rule_bwd_dhu":
         return BV * (state * BK + 9 * BT) + 3072, twice * (BT * (3 * BK + 2 * BV) + BK * BV), 4 * BV * (BT + BK)
     return None
+
+
+def kda_gate_columns(K: int, chip: str) -> int:
+    """Channels that a task of `kda_gate_chunk_cumsum` and `kda_gate_bwd` takes, of 64 tokens."""
+    return power_of_two(K, 16, 64)
+
+
+def chunk_kda_diagonal(variant: str, kind: str) -> str:
+    """`DIAGONAL` of `chunk_kda_scores` and `chunk_kda_bwd_intra` on a device of this kind, see `kda_decay`.
+
+    Halves need rows by computed index, which Ascend's compiler loads element by element.
+    """
+    if variant == "bounded":
+        return "product"
+    return "columns" if kind == "npu" else "halves"
+
+
+def chunk_kda_fwd_intra_tiles(variant: str, K: int, element_bytes: int, chip: str) -> int:
+    """BK of `chunk_kda_scores`: channels at a time, of 64 earlier tokens and of 16 own."""
+    if chip == "cuda":
+        return power_of_two(K, 16, 64 if element_bytes == 2 else 32)
+    return power_of_two(K, 16, 64)
+
+
+def recompute_w_u_fwd_kda_tiles(variant: str, K: int, V: int, element_bytes: int, chip: str) -> tuple[int, int]:
+    """`(BK, BV)` of `recompute_w_u_fwd_kda`: columns of q and k, of v at a time."""
+    widest = 64 if element_bytes == 2 or chip == "ascend" else 16
+    return power_of_two(K, 16, widest), power_of_two(V, 16, widest)
+
+
+def chunk_gla_fwd_o_gk_tiles(variant: str, K: int, V: int, element_bytes: int, chip: str) -> tuple[int, int]:
+    """`(BK, BV)` of `chunk_gla_fwd_o_gk`: columns of q at a time, columns of o of one task."""
+    if chip == "cuda" and element_bytes == 4:
+        return power_of_two(K, 16, 32), power_of_two(V, 16, 32)
+    return power_of_two(K, 16, 64), power_of_two(V, 16, 128 if chip == "cuda" else 64)
+
+
+def chunk_kda_bwd_dAv_tiles(variant: str, V: int, element_bytes: int, chip: str) -> int:
+    """BV of `chunk_kda_bwd_dAv`: columns of v and do at a time."""
+    return power_of_two(V, 16, 32 if chip == "cuda" and element_bytes == 4 else 64)
+
+
+def chunk_kda_bwd_wy_dqkg_fused_tiles(variant: str, K: int, V: int, element_bytes: int, chip: str) -> tuple[int, int]:
+    """`(BK, BV)` of `chunk_kda_bwd_wy_dqkg_fused`: channels and values at a time; three accumulators of 64 x BK."""
+    if chip == "cuda":
+        return (power_of_two(K, 16, 32), power_of_two(V, 16, 64)) if element_bytes == 2 else (16, 16)
+    return power_of_two(K, 16, 32), power_of_two(V, 16, 64)
+
+
+def chunk_kda_bwd_intra_tiles(variant: str, K: int, element_bytes: int, chip: str) -> int:
+    """BK of `chunk_kda_bwd_intra`: channels at a time, of 64 tokens and of 16 own."""
+    if chip == "cuda":
+        return power_of_two(K, 16, 64 if element_bytes == 2 else 16)
+    return power_of_two(K, 16, 32)

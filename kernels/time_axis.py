@@ -1,15 +1,20 @@
 """Addresses: where a chunk lies, and where its time-axis operands lie in either layout.
 
-A layout changes addresses, never shapes and never arithmetic. A time-axis tensor (`g`, `beta`, `dg`,
-`dbeta`) has the logical shape `[B, T, HV]`; element `(b, t, h)` of it lies at
+A layout changes addresses, never shapes and never arithmetic. A time-axis tensor (`g`, `beta`, `dg`, `dbeta`) has the
+logical shape `[B, T, HV]`, and `[B, T, HV, C]` where every head has a gate for each of C channels. Element
+`(b, t, h, c)` of it lies at
 
-    stride-HV     b * T * HV + t * HV + h
-    T-contiguous  b * HV * T + h * T + t
+    stride-HV     ((b * T + t) * HV + h) * C + c        stored as [B, T, HV, C]: a token's heads side by side
+    T-contiguous  ((b * HV + h) * T + t) * C + c        stored as [B, HV, T, C]: a head's tokens side by side
 
-Packed batches have B = 1; sequence n covers the tokens `cu_seqlens[n] .. cu_seqlens[n + 1]`. Every kernel
-keeps three numbers apart: `T`, the total the host passes (a stride), `length`, the tokens of one sequence
-(a bound), and `bos`, the sequence's first token counted over the whole storage (a base). Token offsets
-inside a kernel (`i_t * BT + ...`) are relative to `bos`.
+C is 1 where there is no channel axis. A kernel reads one chunk of one head in two steps: `chunk_pointer` says where
+that chunk begins, and `load_tokens` or `load_channels` reads it from there, `time_axis_stride` elements from token to
+token.
+
+Packed batches have B = 1; sequence n covers the tokens `cu_seqlens[n] .. cu_seqlens[n + 1]`. Every kernel keeps three
+numbers apart: `T`, the total the host passes (a stride), `length`, the tokens of one sequence (a bound), and `bos`, the
+sequence's first token counted over the whole storage (a base). Token offsets inside a kernel (`i_t * BT + ...`) are
+relative to `bos`. They fit 32 bits; once multiplied by a stride they may not, so an offset is cast to int64 first.
 
 Lists that describe a packed batch may have changed since the host saw them: through memory shared with numpy, by a
 custom kernel, in a graph's replay. Whatever they hold, each number read from one is brought into its bounds here, so
@@ -75,6 +80,7 @@ def time_axis_offset(
     T,
     HV: tl.constexpr,
     T_CONTIG: tl.constexpr,
+    C: tl.constexpr = 1,
 ):
     """Elements (int64) from the start of a time-axis tensor to the first token of a sequence at head `i_h`.
 
@@ -85,17 +91,52 @@ def time_axis_offset(
         offset = tl.cast(i_b * HV + i_h, tl.int64) * T + (bos - tl.cast(i_b, tl.int64) * T)
     else:
         offset = tl.cast(bos, tl.int64) * HV + i_h
-    return offset
+    return offset * C
 
 
 @triton.jit
-def time_axis_stride(HV: tl.constexpr, T_CONTIG: tl.constexpr):
-    """Elements between two tokens of one head: a compile-time constant, or Ascend loads element by element."""
+def time_axis_stride(HV: tl.constexpr, T_CONTIG: tl.constexpr, C: tl.constexpr = 1):
+    """Elements from one token of a head to the next: a compile-time constant, or Ascend loads element by element."""
     if T_CONTIG:
-        stride: tl.constexpr = 1
+        stride: tl.constexpr = C
     else:
-        stride: tl.constexpr = HV
+        stride: tl.constexpr = HV * C
     return stride
+
+
+@triton.jit
+def token_pointer(
+    p_x,
+    i_b,
+    t,
+    bos,
+    i_h,
+    T,
+    HV: tl.constexpr,
+    T_CONTIG: tl.constexpr,
+    C: tl.constexpr = 1,
+):
+    """Where token `t` of a sequence lies at head `i_h` of the time-axis tensor `p_x`."""
+    stride: tl.constexpr = time_axis_stride(HV, T_CONTIG, C)
+    return p_x + time_axis_offset(i_b, bos, i_h, T, HV, T_CONTIG, C) + tl.cast(t, tl.int64) * stride
+
+
+@triton.jit
+def chunk_pointer(
+    p_x,
+    i_b,
+    i_t,
+    bos,
+    i_h,
+    T,
+    HV: tl.constexpr,
+    BT: tl.constexpr,
+    T_CONTIG: tl.constexpr,
+    C: tl.constexpr = 1,
+):
+    """Where chunk `i_t` of a sequence begins at head `i_h` of the time-axis tensor `p_x`."""
+    stride: tl.constexpr = time_axis_stride(HV, T_CONTIG, C)
+    return p_x + time_axis_offset(i_b, bos, i_h, T, HV, T_CONTIG, C) + tl.cast(i_t, tl.int64) * BT * stride
 
 
 @triton.jit
@@ -141,17 +182,21 @@ def clear_time_axis(
     HV: tl.constexpr,
     T_CONTIG: tl.constexpr,
     BLOCK: tl.constexpr,
+    C: tl.constexpr = 1,
 ):
     """Zero the tokens `first .. last` of a packed time-axis tensor, in bursts along its contiguous axis."""
-    if T_CONTIG:
+    if not T_CONTIG:
+        clear_rows(p_out, first, last, HV * C, BLOCK)
+    elif C > 1:
+        for i_h in range(HV):
+            clear_rows(p_out + tl.cast(i_h, tl.int64) * T * C, first, last, C, BLOCK)
+    else:
         for i_h in range(tl.program_id(0), HV, tl.num_programs(0)):
             p_head = p_out + tl.cast(i_h, tl.int64) * T
             for i_t in range(first, last, BLOCK):
                 o_t = i_t + tl.arange(0, BLOCK)
                 zero = tl.zeros([BLOCK], dtype=p_out.dtype.element_ty)
                 tl.store(p_head + o_t, zero, mask=o_t < last)
-    else:
-        clear_rows(p_out, first, last, HV, BLOCK)
 
 
 @triton.jit
@@ -163,10 +208,50 @@ def clear_outside_time_axis(
     HV: tl.constexpr,
     T_CONTIG: tl.constexpr,
     BLOCK: tl.constexpr,
+    C: tl.constexpr = 1,
 ):
     """Zero every token of a packed time-axis output `[1, T, HV]` that no sequence covers, in either layout."""
-    clear_time_axis(p_out, 0, load_bounded(cu_seqlens, 0, T), T, HV, T_CONTIG, BLOCK)
-    clear_time_axis(p_out, load_bounded(cu_seqlens + N, 0, T), T, T, HV, T_CONTIG, BLOCK)
+    clear_time_axis(p_out, 0, load_bounded(cu_seqlens, 0, T), T, HV, T_CONTIG, BLOCK, C)
+    clear_time_axis(p_out, load_bounded(cu_seqlens + N, 0, T), T, T, HV, T_CONTIG, BLOCK, C)
+
+
+@triton.jit
+def load_tokens(
+    p_x,
+    o_t,
+    m_t,
+    HV: tl.constexpr,
+    T_CONTIG: tl.constexpr,
+):
+    """Tokens `o_t` of one head, counted from `p_x`, fp32; 0 where `m_t` does not hold."""
+    stride: tl.constexpr = time_axis_stride(HV, T_CONTIG)
+    return tl.load(p_x + o_t * stride, mask=m_t, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_token(
+    p_x,
+    t,
+    HV: tl.constexpr,
+    T_CONTIG: tl.constexpr,
+):
+    """Token `t` of one head, counted from `p_x`, a scalar in fp32; it has to be there."""
+    stride: tl.constexpr = time_axis_stride(HV, T_CONTIG)
+    return tl.load(p_x + t * stride).to(tl.float32)
+
+
+@triton.jit
+def store_tokens(
+    p_x,
+    o_t,
+    b_x,
+    m_t,
+    HV: tl.constexpr,
+    T_CONTIG: tl.constexpr,
+):
+    """Store tokens `o_t` of one head, counted from `p_x`, where `m_t` holds."""
+    stride: tl.constexpr = time_axis_stride(HV, T_CONTIG)
+    tl.store(p_x + o_t * stride, b_x.to(p_x.dtype.element_ty), mask=m_t)
 
 
 @triton.jit
@@ -177,7 +262,7 @@ def load_time_axis(
     HV: tl.constexpr,
     T_CONTIG: tl.constexpr,
 ):
-    """Tokens `o_t` of one head, counted from `p_x`; 0 where `m_t` does not hold."""
+    """What `load_tokens` reads, in the dtype of `p_x`, for kernels that have no memory to spare on Ascend."""
     if T_CONTIG:
         b_x = tl.load(p_x + o_t, mask=m_t, other=0.0)
     else:
@@ -198,7 +283,7 @@ def store_time_axis(
     HV: tl.constexpr,
     T_CONTIG: tl.constexpr,
 ):
-    """Store tokens `o_t` of one head, counted from `p_x`, where `m_t` holds."""
+    """What `store_tokens` does, for kernels that have no memory to spare on Ascend."""
     b_x = b_x.to(p_x.dtype.element_ty)
     if T_CONTIG:
         tl.store(p_x + o_t, b_x, mask=m_t)
@@ -207,3 +292,103 @@ def store_time_axis(
         o_x = tl.arange(0, 8)
         b_x = tl.broadcast_to(b_x[:, None], [b_x.shape[0], 8])
         tl.store(p_x + o_t[:, None] * HV + o_x[None, :], b_x, mask=m_t[:, None] & (o_x == 0)[None, :])
+
+
+@triton.jit
+def load_chunk(
+    p_x,
+    i_b,
+    i_t,
+    bos,
+    i_h,
+    o_c,
+    m_t,
+    T,
+    HV: tl.constexpr,
+    BT: tl.constexpr,
+    T_CONTIG: tl.constexpr,
+):
+    """Tokens `o_c` of chunk `i_t` at head `i_h` of a time-axis tensor, fp32; 0 where `m_t` does not hold."""
+    return load_tokens(chunk_pointer(p_x, i_b, i_t, bos, i_h, T, HV, BT, T_CONTIG), o_c, m_t, HV, T_CONTIG)
+
+
+@triton.jit
+def store_chunk(
+    p_x,
+    b_x,
+    i_b,
+    i_t,
+    bos,
+    i_h,
+    o_c,
+    m_t,
+    T,
+    HV: tl.constexpr,
+    BT: tl.constexpr,
+    T_CONTIG: tl.constexpr,
+    IN_COLUMNS: tl.constexpr,
+):
+    """Store tokens `o_c` of chunk `i_t` at head `i_h`: with IN_COLUMNS as `store_time_axis`, else as `store_tokens`."""
+    p_chunk = chunk_pointer(p_x, i_b, i_t, bos, i_h, T, HV, BT, T_CONTIG)
+    if IN_COLUMNS:
+        store_time_axis(p_chunk, o_c, b_x, m_t, HV, T_CONTIG)
+    else:
+        store_tokens(p_chunk, o_c, b_x, m_t, HV, T_CONTIG)
+
+
+@triton.jit
+def load_columns(
+    p_x,
+    o_r,
+    o_e,
+    m_r,
+    STRIDE: tl.constexpr,
+    E: tl.constexpr,
+    BE: tl.constexpr,
+    WIDEST: tl.constexpr,
+):
+    """Columns `o_e` of the rows `o_r`, `STRIDE` elements apart, counted from `p_x`; 0 outside `m_r` and from `E` on.
+
+    `o_e` are `BE` columns of a loop over `WIDEST` columns: `E`, or more where one loop serves rows of two widths. Where
+    that loop never leaves the row, no mask is formed over columns.
+    """
+    if E % BE == 0 and WIDEST <= E:
+        m_x = m_r[:, None]
+    else:
+        m_x = m_r[:, None] & (o_e < E)[None, :]
+    return tl.load(p_x + o_r[:, None] * STRIDE + o_e[None, :], mask=m_x, other=0.0)
+
+
+@triton.jit
+def load_channels(
+    p_x,
+    o_t,
+    o_c,
+    m_t,
+    HV: tl.constexpr,
+    C: tl.constexpr,
+    BC: tl.constexpr,
+    T_CONTIG: tl.constexpr,
+):
+    """The tile of tokens `o_t` and channels `o_c` (`BC` of `C`) of one head, counted from `p_x`, in its dtype.
+
+    0 where `m_t` does not hold and past the last channel.
+    """
+    return load_columns(p_x, o_t, o_c, m_t, time_axis_stride(HV, T_CONTIG, C), C, BC, C)
+
+
+@triton.jit
+def store_channels(
+    p_x,
+    o_t,
+    o_c,
+    b_x,
+    m_t,
+    HV: tl.constexpr,
+    C: tl.constexpr,
+    T_CONTIG: tl.constexpr,
+):
+    """Store the tile of tokens `o_t` and channels `o_c` of one head, counted from `p_x`, where `m_t` holds."""
+    stride: tl.constexpr = time_axis_stride(HV, T_CONTIG, C)
+    m_x = m_t[:, None] & (o_c < C)[None, :]
+    tl.store(p_x + o_t[:, None] * stride + o_c[None, :], b_x.to(p_x.dtype.element_ty), mask=m_x)

@@ -28,81 +28,7 @@ operand from registers, and some of these products come out wrong.
 import triton
 import triton.language as tl
 
-from .time_axis import (
-    clear_outside_rows,
-    clear_outside_time_axis,
-    locate_chunk,
-    store_time_axis,
-    time_axis_offset,
-    time_axis_stride,
-)
-
-
-@triton.jit
-def _load_rows(
-    p_x,
-    i_b,
-    i_t,
-    bos,
-    i_h,
-    o_c,
-    m_t,
-    T,
-    HV: tl.constexpr,
-    BT: tl.constexpr,
-    T_CONTIG: tl.constexpr,
-):
-    """The rows of one chunk of a time-axis tensor, fp32, 0 past the end of the sequence."""
-    stride: tl.constexpr = time_axis_stride(HV, T_CONTIG)
-    p_chunk = p_x + time_axis_offset(i_b, bos, i_h, T, HV, T_CONTIG) + tl.cast(i_t, tl.int64) * BT * stride
-    return tl.load(p_chunk + o_c * stride, mask=m_t, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _store_rows(
-    p_x,
-    b_x,
-    i_b,
-    i_t,
-    bos,
-    i_h,
-    o_c,
-    m_t,
-    T,
-    HV: tl.constexpr,
-    BT: tl.constexpr,
-    T_CONTIG: tl.constexpr,
-    TIME_IN_COLUMNS: tl.constexpr,
-):
-    """Stores the rows of one chunk of a time-axis tensor."""
-    stride: tl.constexpr = time_axis_stride(HV, T_CONTIG)
-    p_chunk = p_x + time_axis_offset(i_b, bos, i_h, T, HV, T_CONTIG) + tl.cast(i_t, tl.int64) * BT * stride
-    if TIME_IN_COLUMNS:
-        store_time_axis(p_chunk, o_c, b_x, m_t, HV, T_CONTIG)
-    else:
-        tl.store(p_chunk + o_c * stride, b_x.to(p_x.dtype.element_ty), mask=m_t)
-
-
-@triton.jit
-def _columns(
-    p_x,
-    o_r,
-    o_e,
-    m_r,
-    STRIDE: tl.constexpr,
-    E: tl.constexpr,
-    BE: tl.constexpr,
-    WIDEST: tl.constexpr,
-):
-    """Columns `o_e` of the rows `o_r`, `STRIDE` elements apart, zero where `m_r` does not hold and outside `E`.
-
-    `o_e` are `BE` columns of a loop over `WIDEST` columns.
-    """
-    if E % BE == 0 and WIDEST <= E:
-        m_x = m_r[:, None]
-    else:
-        m_x = m_r[:, None] & (o_e < E)[None, :]
-    return tl.load(p_x + o_r[:, None] * STRIDE + o_e[None, :], mask=m_x, other=0.0)
+from .time_axis import clear_outside_rows, clear_outside_time_axis, load_chunk, load_columns, locate_chunk, store_chunk
 
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "TASKS"])
@@ -175,27 +101,27 @@ def prepare_wy_repr_bwd_full(
             p_du = du + (first * HV + i_hv) * V
             p_dw = dw + (first * HV + i_hv) * K
             p_dv = dv + (first * HV + i_hv) * V
-            b_beta = _load_rows(beta, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, BETA_T_CONTIG)
+            b_beta = load_chunk(beta, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, BETA_T_CONTIG)
             b_G = tl.zeros([BT], dtype=tl.float32)
             if USE_G:
-                b_G += _load_rows(g, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, G_T_CONTIG)
+                b_G += load_chunk(g, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, G_T_CONTIG)
 
             b_C = tl.zeros([BT, BT], dtype=tl.float32)
             b_Cw = tl.zeros([BT, BT], dtype=tl.float32)
             b_P = tl.zeros([BT, BT], dtype=tl.float32)
             for i_e in range(0, WIDEST, BE):
                 o_e = i_e + tl.arange(0, BE)
-                b_du = _columns(p_du, o_c, o_e, m_t, HV * V, V, BE, WIDEST)
-                b_v = _columns(p_v, o_c, o_e, m_t, HV * V, V, BE, WIDEST)
+                b_du = load_columns(p_du, o_c, o_e, m_t, HV * V, V, BE, WIDEST)
+                b_v = load_columns(p_v, o_c, o_e, m_t, HV * V, V, BE, WIDEST)
                 # Kept in registers across the loop, A would spill.
                 b_A = tl.load(p_A, mask=m_t[:, None], other=0.0)
                 b_C += tl.dot(b_v, tl.trans(b_du), input_precision=DOT_PRECISION)
                 b_tu = tl.dot(tl.trans(b_A), b_du, input_precision=DOT_PRECISION)
-                b_dw = _columns(p_dw, o_c, o_e, m_t, HV * K, K, BE, WIDEST)
-                b_k = _columns(p_k, o_c, o_e, m_t, H * K, K, BE, WIDEST)
+                b_dw = load_columns(p_dw, o_c, o_e, m_t, HV * K, K, BE, WIDEST)
+                b_k = load_columns(p_k, o_c, o_e, m_t, H * K, K, BE, WIDEST)
                 b_k_left = b_k
                 if RELOAD_LEFT:
-                    b_k_left = _columns(p_k, o_c, o_e, m_t, H * K, K, BE, WIDEST)
+                    b_k_left = load_columns(p_k, o_c, o_e, m_t, H * K, K, BE, WIDEST)
                 b_P += tl.dot(b_k_left, tl.trans(b_k), input_precision=DOT_PRECISION)
                 b_Cw += tl.dot(b_k, tl.trans(b_dw), input_precision=DOT_PRECISION)
                 b_dv = b_tu * b_beta[:, None]
@@ -222,10 +148,10 @@ def prepare_wy_repr_bwd_full(
             b_col = tl.sum(b_M * b_P, axis=0)
             b_X += b_M
             b_dbeta += b_row
-            _store_rows(dbeta, b_dbeta, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, DB_T_CONTIG, TIME_IN_COLUMNS)
+            store_chunk(dbeta, b_dbeta, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, DB_T_CONTIG, TIME_IN_COLUMNS)
             if USE_G:
                 b_dG = (b_cw + b_row) * b_beta - b_col
-                _store_rows(dg, b_dG, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, DG_T_CONTIG, TIME_IN_COLUMNS)
+                store_chunk(dg, b_dG, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, DG_T_CONTIG, TIME_IN_COLUMNS)
 
         b_Z = b_X.to(k.dtype.element_ty)
         b_Z = tl.where(o_c[:, None] > o_c[None, :], b_Z, tl.trans(b_Z))
@@ -235,12 +161,12 @@ def prepare_wy_repr_bwd_full(
             for i_r in range(0, R):
                 i_hv = i_h * R + i_r
                 b_A = tl.load(A + (first * HV + i_hv) * BT + o_A, mask=m_t[:, None], other=0.0)
-                b_dw = _columns(dw + (first * HV + i_hv) * K, o_c, o_k, m_t, HV * K, K, BD, K)
-                b_s = _load_rows(beta, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, BETA_T_CONTIG)
+                b_dw = load_columns(dw + (first * HV + i_hv) * K, o_c, o_k, m_t, HV * K, K, BD, K)
+                b_s = load_chunk(beta, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, BETA_T_CONTIG)
                 if USE_G:
-                    b_s *= tl.exp2(_load_rows(g, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, G_T_CONTIG))
+                    b_s *= tl.exp2(load_chunk(g, i_b, i_t, bos, i_hv, o_c, m_t, T, HV, BT, G_T_CONTIG))
                 b_dk += tl.dot(tl.trans(b_A), b_dw, input_precision=DOT_PRECISION) * b_s[:, None]
-            b_k = _columns(p_k, o_c, o_k, m_t, H * K, K, BD, K)
+            b_k = load_columns(p_k, o_c, o_k, m_t, H * K, K, BD, K)
             b_dk += tl.trans(tl.dot(tl.trans(b_k), b_Z, input_precision=DOT_PRECISION))
             m_k = m_t[:, None] & (o_k < K)[None, :]
             p_dk = dk + (first * H + i_h) * K + o_c[:, None] * (H * K) + o_k[None, :]

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
         DeviceLostError as DeviceLostError,
     )
     from .errors import (
+        InstallationError as InstallationError,
+    )
+    from .errors import (
         LayoutTunerError as LayoutTunerError,
     )
     from .errors import (
@@ -55,6 +58,7 @@ _HOMES = {
     "Config": "config",
     "LayoutTunerError": "errors",
     "ConfigError": "errors",
+    "InstallationError": "errors",
     "UnsupportedProblemError": "errors",
     "CacheError": "errors",
     "TooLittleMemoryError": "errors",
@@ -66,11 +70,18 @@ __all__ = ["__version__", "ops", *_HOMES]
 
 
 def __getattr__(name: str) -> object:
-    if name == "ops":
-        return importlib.import_module(".ops", __name__)
-    if name in _HOMES:
-        return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name != "ops" and name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        module = importlib.import_module(f".{_HOMES.get(name, name)}", __name__)
+    except (ImportError, RuntimeError) as error:  # as of torch, where torch_npu finds no CANN
+        from . import errors, installation
+
+        told = None if isinstance(error, errors.InstallationError) else installation.explained(error)
+        if told is None:
+            raise
+        raise told from error
+    return module if name == "ops" else getattr(module, name)
 
 
 def __dir__() -> list[str]:

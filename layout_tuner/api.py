@@ -39,16 +39,16 @@ class Enabled:
 
     def __init__(self, made: Router | None) -> None:
         self._router = made
-        # Tickets of scopes that are open, and ahead of the first scope the one of the call of `enable`. Lists, because
+        # Numbers of the entries of open scopes, and of the one that the call of `enable` pushed. Lists, because
         # their append and pop are atomic: threads may share an entry.
         self._open: list[int] = []
         self._unscoped = [] if made is None else [router.push(made)]
 
     def __enter__(self) -> Enabled:
         if self._router is not None:
-            ticket = taken(self._unscoped)
+            entry = taken(self._unscoped)
             # Open already, left before, or a decorator: entering it again routes again.
-            self._open.append(ticket if ticket is not None and router.holds(ticket) else router.push(self._router))
+            self._open.append(entry if entry is not None and router.holds(entry) else router.push(self._router))
         return self
 
     def __exit__(
@@ -56,8 +56,8 @@ class Enabled:
     ) -> None:
         if self._router is None:
             return
-        ticket = taken(self._open)
-        router.remove(taken(self._unscoped) if ticket is None else ticket)
+        entry = taken(self._open)
+        router.remove(taken(self._unscoped) if entry is None else entry)
         if not self._open:
             self._router.close()  # it opens again where it is still used, as in a backward outside the scope
 
@@ -114,11 +114,11 @@ class Routed(Generic[P, R]):
         made = self._entry._router
         if made is None:
             return self._function(*args, **kwargs)
-        ticket = router.push(made)
+        entry = router.push(made)
         try:
             return self._function(*args, **kwargs)
         finally:
-            router.remove(ticket)
+            router.remove(entry)
 
     def __get__(self, instance: object, owner: type | None = None) -> Callable[..., R]:
         """Bind as a function does."""
@@ -150,12 +150,12 @@ class Routed(Generic[P, R]):
 
 
 def bound(function: Routed[..., Any], instance: object) -> types.MethodType:
-    """A method; its type cannot be pickled as what makes it."""
+    """The function as a method of an object; a function of its own, because `MethodType` itself cannot be pickled."""
     return types.MethodType(function, instance)
 
 
 def reduced(method: types.MethodType) -> str | tuple[Any, ...]:
-    """How a method is pickled: as ever by its name, which would find the one that is not routed where this one is."""
+    """How a routed method is pickled: by its parts, where its name would find the method that is not routed."""
     function = method.__func__
     return (bound, (function, method.__self__)) if isinstance(function, Routed) else method.__reduce__()
 
@@ -165,16 +165,16 @@ ForkingPickler.register(types.MethodType, reduced)  # of multiprocessing, which 
 
 
 def resumed(config: Config | None, on_miss: Policy | None) -> Enabled:
-    """What a pickled entry becomes."""
+    """The entry that a pickled one is restored to."""
     entry = Enabled(None if config is None else router_of(config, on_miss, forced_candidates()))
     entry.withdraw()
     return entry
 
 
-def taken(tickets: list[int]) -> int | None:
-    """The newest ticket, taken out; None where there is none."""
+def taken(entries: list[int]) -> int | None:
+    """The number of the newest entry, taken out of the list; None where the list is empty."""
     try:
-        return tickets.pop()
+        return entries.pop()
     except IndexError:
         return None
 
@@ -213,7 +213,7 @@ def enable(
     """
     faults = Faults()
     if on_miss not in (None, "tune", "default", "error"):
-        faults.found.append(f"enable: on_miss: wanted 'tune', 'default', 'error' or None, got {on_miss!r}")
+        faults.texts.append(f"enable: on_miss: wanted 'tune', 'default', 'error' or None, got {on_miss!r}")
     settings, wanted, off = Config(), {}, False
     with faults.gathered():
         settings = config if isinstance(config, Config) else Config.load(config)
@@ -238,7 +238,7 @@ def enable(
 
 
 def router_of(settings: Config, on_miss: Policy | None, wanted: dict[str, Forced]) -> Router:
-    """A router; a pin file is read now, so that no op finds out that it cannot be used."""
+    """A router of these settings; a pin file is read now, so that `enable`, not an op, raises if it is unusable."""
     made = Router(settings, on_miss=on_miss, forced=wanted)
     if settings.tuning.pin:
         _ = made.store
@@ -246,7 +246,7 @@ def router_of(settings: Config, on_miss: Policy | None, wanted: dict[str, Forced
 
 
 def forced_candidates() -> dict[str, Forced]:
-    """What the environment forces; the ops are imported to know their candidates where it forces something."""
+    """The candidates that `LAYOUT_TUNER_FORCE` names; the ops are imported only if it is set."""
     text = forced()
     if not text:
         return {}
@@ -257,7 +257,7 @@ def forced_candidates() -> dict[str, Forced]:
 
 
 def take_over(made: Router) -> None:
-    """Let the entry serve calls of other libraries; what is wrong with one of them is no reason not to route ours."""
+    """Let the entry serve other libraries' calls; where one of them fails to attach, ours are still routed."""
     try:
         importlib.import_module(".integrations", __package__).take_over(made)
     except ConfigError:

@@ -7,11 +7,13 @@ An explicit argument wins over an environment variable, that over `tuner.toml`, 
 
 from __future__ import annotations
 
+import fnmatch
+import functools
 import os
 import re
 import shlex
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -118,14 +120,15 @@ class Cache(Section):
     @field_validator("shared", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
-        """An environment variable lists files as a search path does."""
+        """Split a text of an environment variable into files, as a search path is split."""
         return [part for part in value.split(os.pathsep) if part] if isinstance(value, str) else value
 
 
 class Routing(Section):
-    """Whose calls are routed."""
+    """Whose calls are routed, and what becomes of those for which no kernel here is right."""
 
     fla: bool = True
+    on_wrong: Literal["reference", "error"] = "reference"
 
 
 class Ascend(Section):
@@ -164,11 +167,11 @@ class Config(BaseModel):
         if path is not None and not isinstance(path, (str, os.PathLike)):
             hint = "; a function is decorated with enable()(function)" if callable(path) else ""
             raise TypeError(f"config: wanted a Config, the path of a {FILE} or None, got {path!r}{hint}")
-        found, origin = read_file(path)
+        content, origin = read_file(path)
         sections: dict[str, dict[str, object]] = {}
         origins: dict[tuple[str, str], str] = {}
-        faults = refused(found, origin)
-        for name, settings in found.items():
+        faults = refused(content, origin)
+        for name, settings in content.items():
             if isinstance(settings, Mapping):
                 sections[name] = dict(settings)
             else:
@@ -201,9 +204,19 @@ def with_cache(settings: Config, path: str | os.PathLike[str] | None) -> Config:
     return settings.model_copy(update={"cache": section})
 
 
+@functools.cache
+def taken(path: str) -> str:
+    """What an environment variable's path meant when it was first read, wherever the process has gone since."""
+    try:
+        return absolute(path)
+    except ValueError as error:
+        raise ConfigError(f"{PREFIX}CONFIG: {error}, got {without_secrets(repr(path))}") from None
+
+
 def read_file(path: str | os.PathLike[str] | None) -> tuple[dict[str, object], str]:
     """The parsed settings file and its name; nothing where none is named and the working directory has none."""
-    named = path or os.environ.get(PREFIX + "CONFIG")
+    stated = os.environ.get(PREFIX + "CONFIG")
+    named = path or (taken(stated) if stated else None)
     file = Path(named) if named else Path(FILE)
     if not named and not file.is_file():
         return {}, FILE
@@ -248,6 +261,15 @@ def forced() -> str:
     return os.environ.get(PREFIX + "FORCE", "").strip()
 
 
+def variables_like(*patterns: str) -> dict[str, str]:
+    """The environment variables whose names match a pattern, such as `TRITON_*`, without users and passwords."""
+    found = {}
+    for name, value in sorted(os.environ.items()):
+        if any(fnmatch.fnmatchcase(name, each) for each in patterns):
+            found[name] = without_secrets(value)
+    return found
+
+
 def pager() -> list[str]:
     """The command that shows long texts: `PAGER`, else `less`, which gives way where one page is enough."""
     return shlex.split(os.environ.get("PAGER", "")) or ["less", "-FRX"]
@@ -265,10 +287,10 @@ def disabled() -> bool:
     return value == "1"
 
 
-def refused(found: Mapping[str, object], origin: str) -> list[str]:
+def refused(content: Mapping[str, object], origin: str) -> list[str]:
     """A complaint where `num_warps` or `num_stages` stands anywhere in a file."""
     faults = []
-    for name, value in found.items():
+    for name, value in content.items():
         if name in REFUSED:
             faults.append(f"{origin}: {name}: {REFUSAL}")
         elif isinstance(value, Mapping):
@@ -307,6 +329,11 @@ def describe(fault: Mapping[str, object], origins: Mapping[tuple[str, str], str]
     fields = Config.model_fields
     known = list(fields[section].default.__class__.model_fields) if rest else [f"[{name}]" for name in fields]
     return f"{origin}: {where}: unknown (known: {', '.join(known)})"
+
+
+def variables(names: Iterable[str]) -> dict[str, str]:
+    """Variables of other programs that are set, by name, without the spaces around their values."""
+    return {name: os.environ[name].strip() for name in names if name in os.environ}
 
 
 def enable_interpreter() -> None:

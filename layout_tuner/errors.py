@@ -1,10 +1,12 @@
 """The exceptions of this project.
 
     LayoutTunerError
+    ├── InstallationError        Triton, torch_npu or CANN cannot be used as they are installed; an ImportError too
     ├── ConfigError              a setting, a shapes file or a command line that cannot be used
     ├── UnsupportedProblemError  a well-formed call that no kernel here serves; names every reason
     ├── CacheError               a decision file that cannot be opened or read; never raised by an op
     └── TuningError              no candidate could be used for a key
+        ├── NoRightCandidateError    each of them failed or is wrong
         ├── TooLittleMemoryError     or there is too little device memory to find out
         └── DeviceLostError          or the device does nothing more for this process
 
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 REFUSED = ("num_warps", "num_stages")
 REFUSAL = "num_warps and num_stages cannot be set anywhere: no kernel here takes them, an Ascend NPU has no such thing"
@@ -24,6 +26,10 @@ REFUSAL = "num_warps and num_stages cannot be set anywhere: no kernel here takes
 
 class LayoutTunerError(Exception):
     """Anything this project raises of its own accord."""
+
+
+class InstallationError(LayoutTunerError, ImportError):
+    """Triton, torch_npu or CANN cannot be used as they are installed; the message says what to do."""
 
 
 class ConfigError(LayoutTunerError):
@@ -60,8 +66,20 @@ class TooLittleMemoryError(TuningError):
     """A key is not tuned because the device has less free memory than that takes."""
 
 
+class NoRightCandidateError(TuningError):
+    """Every candidate that was tried failed or is wrong.
+
+    Attributes:
+        measurements: What was found of each.
+    """
+
+    def __init__(self, message: str, measurements: tuple[Any, ...] = ()) -> None:
+        self.measurements = measurements
+        super().__init__(message)
+
+
 class DeviceLostError(TuningError):
-    """The device stopped answering this process: nothing that was found with it is kept.
+    """The device stopped answering this process; nothing that was measured on it is kept.
 
     Attributes:
         candidate: Id of the candidate that ran last; empty where none did.
@@ -75,20 +93,20 @@ class DeviceLostError(TuningError):
 
 
 class Faults:
-    """What is wrong with arguments and settings, said all at once."""
+    """Collects complaints about arguments and settings, to raise them all at once."""
 
     def __init__(self) -> None:
-        self.found: list[str] = []
+        self.texts: list[str] = []
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Within it, a complaint is kept instead of raised."""
+        """Within this context, a `ConfigError` is kept instead of raised."""
         try:
             yield
         except ConfigError as error:
-            self.found.append(str(error))
+            self.texts.append(str(error))
 
     def complain(self) -> None:
-        """Raise `ConfigError` with everything that was kept."""
-        if self.found:
-            raise ConfigError("\n".join(self.found))
+        """Raise one `ConfigError` with all complaints that were kept."""
+        if self.texts:
+            raise ConfigError("\n".join(self.texts))

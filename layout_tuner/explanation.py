@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from .device.environment import environment
 from .dispatch.router import Router
 from .errors import ConfigError, Faults
 from .spec import forcing
-from .spec.declaration import OpSpec
+from .spec.declaration import REFERENCE, OpSpec
 from .spec.keys import Key
 from .spec.operands import SIZES
 from .spec.shapes import keys, parse_shapes
@@ -37,7 +36,7 @@ class Explanation:
         key: The key, T as it is tuned.
         environment: Id of the environment it was asked for.
         candidate: What runs.
-        source: `pinned`, `forced`, `measured`, `imported`, `predicted`, or `default`.
+        source: `pinned`, `forced`, `measured`, `imported`, `predicted`, `default`, or `reference`: torch computes it.
         reason: One sentence.
         decision: The decision it follows, with its evidence; None for the default.
         layer: Which file or server holds the decision.
@@ -53,7 +52,7 @@ class Explanation:
     decision: DecisionRecord | None = None
     layer: str = ""
     nearest: DecisionRecord | None = None
-    differing: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    differing: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 def explain(
@@ -91,7 +90,7 @@ def explain(
             raise ConfigError(f"shape: wanted a row as {{'T': 2048, 'H': 4, 'K': 64, 'dtype': 'bf16'}}, got {shape!r}")
         row = dict(shape) | {"op": op} | ({} if form is None else {"forms": [form]})
         wanted, refused = keys(parse_shapes([row], "shape"), settings.keys.bucket)
-        faults.found += refused
+        faults.texts += refused
     with faults.gathered():
         driver.resolve(str(device) if device is not None else None)
     with faults.gathered():
@@ -130,11 +129,25 @@ def explain_disabled(router: Router, spec: OpSpec, key: Key, device: torch.devic
 
 
 def explain_key(router: Router, spec: OpSpec, key: Key, device: torch.device) -> Explanation:
-    """Why a key runs what it runs."""
+    """Why a key runs what it runs, or why nothing that there is may run it."""
+    found = explain_choice(router, spec, key, device)
+    default = spec.default(key, driver.chip(device))
+    wrong = router.known_wrong(spec, key, device, default) if found.candidate == default.id else ""
+    if not wrong or found.source == "forced":
+        return found
+    instead = "torch's oracle computes it"
+    if router.config.routing.on_wrong == "error":
+        instead = "[routing] on_wrong makes that an error"
+    reason = f"{default.id} computes wrongly on this device ({wrong}), and no other candidate was chosen: {instead}"
+    return replace(found, candidate=REFERENCE, source="reference", reason=reason)
+
+
+def explain_choice(router: Router, spec: OpSpec, key: Key, device: torch.device) -> Explanation:
+    """Why a key runs what it runs, as far as decisions say."""
     here = environment(device).id
     by_default = spec.default(key, driver.chip(device))
     default = by_default.id
-    if router.trivial(spec, key):
+    if router.trivial(spec, key, device):
         reason = "one head, one token or one candidate: nothing to choose"
         return Explanation(key=key, environment=here, candidate=default, source="default", reason=reason)
     choice = router.decided(spec, key, device, by_default)

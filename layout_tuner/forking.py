@@ -1,11 +1,19 @@
-"""Holding connections in a process that may fork: none of them is in use, or open, while it does."""
+"""What a process that may fork needs: locks that its children find free, and connections that none of them shares.
+
+A child has only the thread that forked. What another thread of its parent held stays held in it for ever, and what
+another thread was doing is never finished. `ProcessLock` is a lock for such a process, `in_child` registers what else
+a child does first, and `Forkable` holds connections: while the process forks, none of them is in use or open. A lock
+of another kind registers itself with `renewed_in_child`.
+"""
 
 import contextlib
 import os
 import sys
 import threading
 import weakref
+from _thread import RLock
 from collections.abc import Callable, Iterator
+from typing import Protocol, TypeVar
 
 _PATIENCE_S = 5.0
 
@@ -71,26 +79,37 @@ class Forkable:
             self.gate.notify_all()
 
 
-class ProcessLock:
-    """A re-entrant lock that a child process finds free, whichever thread of its parent held it at the fork."""
+class Renewable(Protocol):
+    """A lock that frees itself, in a child, from a thread that is not there any more."""
+
+    def renew(self) -> None: ...
+
+
+class ProcessLock(RLock):  # type: ignore[misc]  # final for type checkers only; a wrapper would cost calls more
+    """A re-entrant lock that a child process finds free, whichever other thread of its parent held it at the fork.
+
+    Where the thread that forks holds it, it is held in the child too, until that thread releases it there.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        _locks.add(self)
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
+        super().__init__()
+        renewed_in_child(self)
 
     def renew(self) -> None:
-        """Starts anew, in a child."""
-        self._lock = threading.RLock()
+        """Frees the lock, in a child, unless the thread that forked holds it."""
+        if self.acquire(blocking=False):
+            self.release()
+        else:
+            self._at_fork_reinit()  # type: ignore[attr-defined]  # what Python's own modules call on their locks
 
 
-_locks: "weakref.WeakSet[ProcessLock]" = weakref.WeakSet()
+_locks: "weakref.WeakSet[Renewable]" = weakref.WeakSet()
 _holders: "weakref.WeakSet[Forkable]" = weakref.WeakSet()
+
+
+def renewed_in_child(lock: Renewable) -> None:
+    """Has every child renew a lock, for as long as there is that lock, before anything else runs there."""
+    _locks.add(lock)
 
 
 def _before() -> None:
@@ -99,13 +118,27 @@ def _before() -> None:
 
 
 def _after(child: bool) -> None:
-    for holder in list(_holders):
-        holder.after_fork(child)
     if child:
         for lock in list(_locks):
             lock.renew()
+    for holder in list(_holders):
+        holder.after_fork(child)
 
 
-os.register_at_fork(
-    before=_before, after_in_parent=lambda: _after(child=False), after_in_child=lambda: _after(child=True)
-)
+F = TypeVar("F", bound=Callable[[], None])
+
+
+def in_child(function: F) -> F:
+    """Calls a function in every child process that is forked from now on, when its locks are free again.
+
+    A decorator; functions run in the order in which they were registered, and one that fails keeps no other from it.
+    """
+    if hasattr(os, "register_at_fork"):  # where there are no forks there is nothing to do
+        os.register_at_fork(after_in_child=function)
+    return function
+
+
+# Registered before anything that `in_child` registers, so that locks come first.
+in_child(lambda: _after(child=True))
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before, after_in_parent=lambda: _after(child=False))

@@ -76,7 +76,7 @@ class Report:
     kept: bool = True
 
     def count(self, status: Status) -> int:
-        """Keys of a status."""
+        """How many rows have a status."""
         return sum(row.status == status for row in self.rows)
 
 
@@ -100,8 +100,7 @@ def warmup(
 
     Args:
         shapes: Path of a shapes file, its content, its rows, or one row.
-        from_misses: Also tune what calls on this environment asked for in vain, the most frequent first, ahead of the
-            shapes.
+        from_misses: Also tune the recorded misses of this environment, the most frequent first, ahead of the shapes.
         resume: Go on after earlier runs: a key whose budget ended before every candidate had its turn is tuned again,
             one that failed is not.
         config: Settings, or the path of a `tuner.toml`; None finds them as `Config.load` does.
@@ -235,14 +234,14 @@ def warm_key(
     Raises:
         DeviceLostError: The device does nothing more for this process; nothing is noted of the key.
     """
-    if spec.nothing_to_choose(key) or len(spec.candidates(key)) == 1:
+    if spec.nothing_to_choose(key) or len(spec.candidates(key, buffers=driver.chip(device).buffers)) == 1:
         return Row(key=key, status="trivial", reason="one head, one token or one candidate: nothing to choose")
     where = environment(device)
     decision = router.stored_decision(spec, key, device)
     if decision is not None and decision.source != "predicted" and not (again and unfinished(decision)):
         return Row(key=key, status="stored", decision=decision)
     start = time.monotonic()
-    ticket = push(router)  # another library's function is compared with ours as it is routed
+    entry = push(router)  # another library's function is compared with ours as it is routed
     try:
         router.tune(spec, key, device, left_s)
     except DeviceLostError:
@@ -254,7 +253,7 @@ def warm_key(
         remember_failure(router, key, where, str(error))
         return Row(key=key, status="failed", reason=str(error), seconds=seconds)
     finally:
-        remove(ticket)
+        remove(entry)
     decision = router.store.lookup(key_record(key), where.id)
     return Row(key=key, status="tuned", decision=decision, seconds=time.monotonic() - start)
 
@@ -272,7 +271,7 @@ FAILED = "warm-up failed: "
 
 
 def remember_failure(router: Router, key: Key, where: Environment, reason: str) -> None:
-    """Note, beside the calls that asked for a key in vain, that tuning it failed."""
+    """Record with a key's misses that tuning it failed."""
     note = MissRecord(key=key_record(key), environment=where.id, count=0, reason=(FAILED + reason)[:MAX_REASON])
     try:
         router.store.record_misses([note])
@@ -287,7 +286,7 @@ def failed_before(router: Router, device: torch.device) -> dict[Key, str]:
 
 
 def missed_keys(router: Router, device: torch.device, bucket: str) -> tuple[list[tuple[OpSpec, Key]], list[str]]:
-    """What calls in this environment asked for in vain, the most frequent first, and what nothing here serves."""
+    """Keys of this environment's misses, the most frequent first, and a row for each that no kernel serves."""
     wanted: dict[Key, OpSpec] = {}
     refused = []
     for miss in router.store.missed(environment(device).id):
@@ -306,7 +305,7 @@ def missed_keys(router: Router, device: torch.device, bucket: str) -> tuple[list
 
 
 def op_of(key: Key) -> OpSpec:
-    """The op of a key: one of ours, or ours against another library's.
+    """The op of a key: one of ours, or a rivalry of ours with another library's.
 
     Raises:
         ConfigError: There is no such op here.
@@ -321,7 +320,7 @@ def op_of(key: Key) -> OpSpec:
 
 
 def with_rivals(wanted: Sequence[tuple[OpSpec, Key]]) -> list[tuple[OpSpec, Key]]:
-    """Each key, followed by the same with flash-linear-attention's function as the rival, where it has one."""
+    """Each key, followed by the key of its rivalry with flash-linear-attention's function, where there is one."""
     if importlib.util.find_spec("fla") is None:
         return list(wanted)
     both: dict[Key, OpSpec] = {}
@@ -335,7 +334,7 @@ def with_rivals(wanted: Sequence[tuple[OpSpec, Key]]) -> list[tuple[OpSpec, Key]
 
 @functools.cache
 def rival_of(op: str) -> OpSpec | None:
-    """An op of ours against flash-linear-attention's; None where that has none, or cannot be imported."""
+    """The rivalry of an op with flash-linear-attention's; None where that has none, or cannot be imported."""
     try:
         integration = importlib.import_module(".integrations.fla", __package__)
         if op not in integration.HOMES or not integration.installed():

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hardware import INTERPRETED, KIND
 
 # Kernels are made for the interpreter or for a device when their module is imported, so this comes first.
-if not torch.cuda.is_available() and not os.environ.get("LAYOUT_TUNER_TEST_NPU"):
+if INTERPRETED and not os.environ.get("LAYOUT_TUNER_TEST_NPU"):
     os.environ["TRITON_INTERPRET"] = "1"
 
 collect_ignore = [] if os.environ.get("LAYOUT_TUNER_TEST_NPU") else ["npu"]
@@ -17,7 +18,20 @@ collect_ignore = [] if os.environ.get("LAYOUT_TUNER_TEST_NPU") else ["npu"]
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """The device kernels are tested on."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    return torch.device("cpu") if INTERPRETED else torch.device(KIND, 0)
+
+
+@pytest.fixture(scope="session")
+def npu() -> torch.device:
+    """The NPU, for tests marked `npu`."""
+    return torch.device("npu", 0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says what kernels ran on: a device that was not seen would go unnoticed."""
+    where = "in Triton's interpreter on the CPU" if INTERPRETED else f"on {KIND}"
+    where = "on the simulated NPU" if os.environ.get("LAYOUT_TUNER_TEST_NPU") else where
+    terminalreporter.write_line(f"kernels ran {where}")
 
 
 @pytest.fixture(autouse=True)
@@ -42,8 +56,8 @@ def _no_entries_left() -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs hardware that is not here."""
-    if torch.cuda.is_available():
-        return
+    needs = {"gpu": ("cuda", "needs an NVIDIA GPU"), "npu": ("npu", "needs an Ascend NPU")}
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        for mark, (kind, reason) in needs.items():
+            if kind != KIND and item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,5 +1,6 @@
 """Addresses at sizes whose tensors no machine here could hold: the helper's, and those that every kernel forms."""
 
+import itertools
 import math
 
 import accesses
@@ -12,7 +13,7 @@ from layout_tuner.device import driver, interpreter
 from layout_tuner.launch import launcher
 from layout_tuner.launch.launcher import LaunchRecord
 from layout_tuner.launch.prepared import Prepared
-from layout_tuner.spec import operands, registry
+from layout_tuner.spec import layouts, operands, registry
 from layout_tuner.spec.declaration import Candidate, OpSpec, Problem
 from layout_tuner.spec.keys import Key
 from layout_tuner.spec.layouts import Layout, relayout
@@ -24,6 +25,8 @@ assert ops, "importing the ops registers them"
 # (batch row, first token over the whole storage, head, tokens of a row): each product passes 2 ** 31.
 FAR = [(64, 64 * 2**20, 31, 2**20), (70_000, 70_000 * 1024, 5, 1024), (0, 2**30, 63, 2**30 + 5)]
 HV = 64
+# The layouts that kernels read and write.
+READ = (Layout.STRIDE_HV, Layout.T_CONTIG)
 
 # Elements of a time-axis tensor lie between 2 ** 31 and 2 ** 32, where a product of 32 bits is negative: through many
 # tokens of a row, and through many rows. The third has so many tokens in all, which only gates alone can have.
@@ -40,13 +43,42 @@ FAR_CASES = [
 
 
 @pytest.mark.parametrize(("i_b", "bos", "i_h", "T"), FAR)
+@pytest.mark.parametrize("channels", [1, 24])
 @pytest.mark.parametrize("t_contig", [False, True], ids=["stride-HV", "T-contiguous"])
-def test_offsets_beyond_32_bits(i_b: int, bos: int, i_h: int, T: int, t_contig: bool, device: torch.device) -> None:
+def test_offsets_beyond_32_bits(
+    i_b: int, bos: int, i_h: int, T: int, channels: int, t_contig: bool, device: torch.device
+) -> None:
     found = torch.zeros(2, dtype=torch.int64, device=device)
-    probe.offset_probe[(1,)](found, i_b, bos, i_h, T, HV=HV, T_CONTIG=t_contig)
+    probe.offset_probe[(1,)](found, i_b, bos, i_h, T, HV=HV, T_CONTIG=t_contig, C=channels)
     wanted = (i_b * HV + i_h) * T + (bos - i_b * T) if t_contig else bos * HV + i_h
     assert wanted > 2**31
-    assert found.tolist() == [wanted, 1 if t_contig else HV]
+    assert found.tolist() == [wanted * channels, channels if t_contig else HV * channels]
+
+
+@pytest.mark.parametrize("block", [8, 16], ids=["whole tiles", "a tile wider than the channels"])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize(("arrives", "leaves"), [*itertools.product(READ, repeat=2)])
+def test_a_gate_with_channels_is_read_and_written_in_either_layout(
+    arrives: Layout, leaves: Layout, packed: bool, block: int, device: torch.device
+) -> None:
+    B, T, heads, C, BT = (1 if packed else 2), 37, 3, 24, 16
+    x = torch.randn(B, T, heads, C, device=device)
+    out = layouts.empty((B, T, heads, C), leaves, torch.float32, x.device).fill_(math.nan)
+    wanted = x.clone()
+    NT, starts, chunks = -(-T // BT), None, None
+    if packed:
+        starts = torch.tensor([2, 2, 19, 30], dtype=torch.int32, device=device)
+        chunks = torch.tensor([[1, 0], [1, 1], [2, 0]], dtype=torch.int32, device=device)
+        wanted[:, :2] = wanted[:, 30:] = 0.0
+        NT = len(chunks)
+    tasks = B * NT * heads
+    probe.channel_probe[(2,)](
+        relayout(x, arrives), out, starts, chunks, T, NT, 3, tasks,
+        HV=heads, C=C, BT=BT, BC=block,
+        X_T_CONTIG=arrives is Layout.T_CONTIG, OUT_T_CONTIG=leaves is Layout.T_CONTIG, IS_VARLEN=packed,
+    )  # fmt: skip
+    assert layouts.arrival(out) is leaves
+    assert torch.equal(out, wanted)
 
 
 def without_memory(spec: OpSpec, key: Key) -> Call:

@@ -191,3 +191,16 @@ def test_arguments_are_those_of_the_inputs(device: torch.device) -> None:
             at = replace(key_of(spec, form, False), T=64)
             call = inputs.synthesize(spec, at, device)
             assert memory.counts(spec, at)[0] == sum(t.numel() for t in call.tensors if t is not None)
+
+
+@pytest.mark.gpu
+def test_the_oracle_multiplies_exactly_where_tf32_is_allowed(device: torch.device) -> None:
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        experiment = Experiment(SPEC, key(T=200, K=128, V=128, HV=2), device)
+        check = experiment.prepare(experiment.default).check()
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert check.right, check

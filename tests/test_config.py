@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from layout_tuner import config
 from layout_tuner.config import Config
 from layout_tuner.errors import REFUSAL, ConfigError
 
@@ -78,6 +79,23 @@ def test_file_named_by_variable_and_by_argument(folder: Path, monkeypatch: pytes
     monkeypatch.setenv("LAYOUT_TUNER_CONFIG", str(folder / "two.toml"))
     assert Config.load().keys.max_keys == 2
     assert Config.load(folder / "three.toml").keys.max_keys == 3
+
+
+def test_a_relative_variable_names_the_same_file_after_a_change_of_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "relative.toml").write_text("[keys]\nmax_keys = 4\n")
+    (folder / "elsewhere").mkdir()
+    (folder / "elsewhere" / "relative.toml").write_text("[keys]\nmax_keys = 5\n")
+    config.taken.cache_clear()
+    monkeypatch.setenv("LAYOUT_TUNER_CONFIG", "relative.toml")
+    assert Config.load().keys.max_keys == 4
+    monkeypatch.chdir(folder / "elsewhere")
+    assert Config.load().keys.max_keys == 4
+    config.taken.cache_clear()
+    monkeypatch.setenv("LAYOUT_TUNER_CONFIG", "https://user:secret@host/tuner.toml")
+    with pytest.raises(ConfigError, match=r"LAYOUT_TUNER_CONFIG: a file is wanted.*\*\*\*@host"):
+        Config.load()
 
 
 def test_unknown_names_list_the_known_ones(folder: Path) -> None:

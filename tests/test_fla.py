@@ -27,7 +27,8 @@ from layout_tuner.integrations import fla, rivalry, takeover
 from layout_tuner.ops.gated_delta_rule.spec import SPEC
 from layout_tuner.spec import declaration, keys, registry
 from layout_tuner.tuning import inputs
-from layout_tuner.tuning.experiment import Experiment, as_tuple
+from layout_tuner.tuning.checking import as_tuple
+from layout_tuner.tuning.experiment import Experiment
 
 INSTALLED = importlib.util.find_spec("fla") is not None
 needs_fla = pytest.mark.skipif(not INSTALLED, reason="flash-linear-attention is not installed: pip install -e '.[fla]'")
@@ -199,12 +200,12 @@ def test_kernel_entry_points_are_served(op: str, library: SimpleNamespace, devic
 AS_OTHERS_CALL = {
     "KDA's states": (
         "chunk_gated_delta_rule_fwd_h",
-        "BT=16,gk=float32,initial_state=float32,output_final_state=1,state_v_first=1",
+        "BT=16,gk=float32@STRIDE_HV,initial_state=float32,output_final_state=1,state_v_first=1",
         True,
     ),
     "KDA's gradients of states": (
         "chunk_gated_delta_rule_bwd_dhu",
-        "BT=16,dht=float32,gk=float32,h0=float32,state_v_first=1",
+        "BT=16,dht=float32,gk=float32@STRIDE_HV,h0=float32,state_v_first=1",
         True,
     ),
     "DeltaNet's states": ("chunk_gated_delta_rule_fwd_h", "BT=16,output_final_state=1", False),
@@ -410,13 +411,14 @@ def test_enabled_before_the_library_is_imported() -> None:
     code = """
 import os, sys
 import torch
-if not torch.cuda.is_available():
+from layout_tuner.device import driver
+device = driver.resolve()
+if device.type == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 import layout_tuner
 with layout_tuner.enable(on_miss="default"):
     assert "fla" not in sys.modules, "enabling imports nothing"
     from fla.ops.utils import solve_tril
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     X = solve_tril(torch.zeros(1, 16, 1, 16, device=device))
 from layout_tuner.integrations import fla
 assert fla.served() == {"solve_tril": 1}

@@ -113,6 +113,22 @@ def test_a_forced_variant_is_a_stages_variant_in_the_chain(config: Config, devic
     assert made.stored_variant(SPEC, key(), device) == "sub"
 
 
+def test_a_stages_pinned_variant_ranks_above_a_forced_one(config: Config, device: torch.device, tmp_path: Path) -> None:
+    """In the chain as in a call of the stage itself; what was measured does not."""
+    whole = next(name for name in CANDIDATES if name.startswith("full"))
+    times = {name: 1.0 if name == whole else 9.0 for name in CANDIDATES}
+    made = Router(config, on_miss="tune", timer=set_times(times), forced=forcing.parse(f"{SPEC.name}=sub"))
+    made.tune(SPEC, key(), device)
+    assert made.stored_variant(SPEC, key(), device) == "sub"
+    write_pins(tmp_path / "pins.json", list(made.store.decisions()))
+    made.close()
+    pinned = config.model_copy(update={"tuning": config.tuning.model_copy(update={"pin": str(tmp_path / "pins.json")})})
+    made = Router(pinned, on_miss="error", forced=forcing.parse(f"{SPEC.name}=sub"))
+    assert made.stored_variant(SPEC, key(), device) == "full"
+    assert made.stored_variant(SPEC, key(T=21), device) == "sub"
+    made.close()
+
+
 def test_bad_values_are_one_error_that_lists_what_is_known(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
     values = ["nothing=full", SPEC.name, "chunk_fwd_o=full/g=SIDEWAYS"]
     values += [f"{SPEC.name}={candidate}" for candidate in ("fast/g=T_CONTIG", "sub", "full")]

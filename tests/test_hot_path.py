@@ -202,7 +202,7 @@ def test_a_call_that_differs_does_not_fit(form: str, place: int, change: str, gu
         return (*these[:4], None, None), options, *these[4:]
 
     known = guards.signature(SPEC, *split(whole))
-    fits = guards.fitting(known, guards.guard(whole[:4]) if guarded else None)
+    fits = guards.fitting(SPEC, known, guards.guard(whole[:4]) if guarded else None)
     assert fits(*split(whole))
     assert fits(*split([None if x is None else x.clone() for x in whole]))
     assert not fits(*split(changed))
@@ -215,7 +215,7 @@ def test_a_call_that_differs_does_not_fit(form: str, place: int, change: str, gu
 def test_an_option_of_another_type_does_not_fit(value: object) -> None:
     operands = (*calls()["dense"][:4], None, None)
     known = guards.signature(SPEC, operands, (16,), None, None)
-    fits = guards.fitting(known)
+    fits = guards.fitting(SPEC, known)
     assert fits(operands, (int("16"),), None, None)
     assert not fits(operands, (value,), None, None)
     assert guards.signature(SPEC, operands, (value,), None, None) != known
@@ -226,7 +226,7 @@ def test_a_number_that_is_no_float_is_not_launched_at_once(value: object) -> Non
     operands = (*calls()["dense"][:4], None, None)
     known = guards.signature(SPEC, operands, (16,), None, None)
     launched = []
-    run = guards.running(known, None, lambda *given: launched.append(given) or (), 1, spread=True)
+    run = guards.running(SPEC, known, None, lambda *given: launched.append(given) or (), spread=True)
     assert run(operands, (16,), (value,), None, None) is None
     assert not launched
     for scale in (None, 0.5):
@@ -241,7 +241,7 @@ def test_torchs_guards_refuse_no_call_that_fits() -> None:
     check = guards.guard(operands)
     assert check is not None
     q, k, do, g = operands[:4]
-    fits = guards.fitting(guards.signature(SPEC, operands, (16,), None, None), check)
+    fits = guards.fitting(SPEC, guards.signature(SPEC, operands, (16,), None, None), check)
     odd = g.as_strided(g.shape, (999, 4, 1))  # B == 1
     for other in ((q, q, do, g), (q.clone().requires_grad_(), k, do, g), (q, k, do, odd)):
         assert not check(*other)
@@ -265,7 +265,7 @@ def test_without_torchs_guards_python_compares(enabled: Router, silent: None, mo
 
 def test_layouts_of_size_one_dimensions_fit_whatever_their_strides() -> None:
     q, k, do, g, *_ = calls()["dense"]
-    fits = guards.fitting(guards.signature(SPEC, (q, k, do, g, None, None), (BT,), None, None))
+    fits = guards.fitting(SPEC, guards.signature(SPEC, (q, k, do, g, None, None), (BT,), None, None))
     odd = g.as_strided(g.shape, (999, 4, 1))  # B == 1
     assert layouts.arrival(odd) is Layout.STRIDE_HV
     assert fits((q, k, do, odd, None, None), (BT,), None, None)

@@ -21,8 +21,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # A room imports from its own row and from those above it; a file that lies in no folder is a room.
 ROWS = (
     ("kernels",),
-    ("errors", "files", "forking"),
-    ("config", "cache", "device"),
+    ("errors", "files", "forking", "processes"),
+    ("config", "cache", "device", "installation", "importable"),
     ("spec", "reference"),
     ("launch",),
     ("tuning",),
@@ -30,7 +30,7 @@ ROWS = (
     ("ops",),
     ("integrations", "api", "explanation"),
     ("ascend", "warming"),
-    ("child",),
+    ("child", "selftest"),
     ("cli",),
 )
 # The cache's own, likewise.
@@ -43,10 +43,10 @@ CACHE_ROWS = (
     ("sharing",),
     ("layers", "listing"),
 )  # fmt: skip
-USES_CACHE = {"tuning", "dispatch", "explanation", "ascend", "warming", "cli"}
+USES_CACHE = {"tuning", "dispatch", "explanation", "ascend", "warming", "cli", "selftest"}
 # The device layer asks whether kernels are interpreted, and whether the interpreter multiplies right, of two kernels;
 # a revision is a hash of kernels' text.
-USES_KERNELS = {"ops": None, "device": {"time_axis", "probe"}, "spec": {""}}
+USES_KERNELS = {"ops": None, "device": {"time_axis", "probe"}, "spec": {""}, "selftest": {"probe"}}
 FOLDERS = {"layout_tuner": PACKAGE, "layout_tuner.cache": ROOT / "cache", "layout_tuner.kernels": ROOT / "kernels"}
 
 
@@ -212,6 +212,23 @@ def test_imports_point_one_way() -> None:
         if row[target.split(".")[2]] > row[name.split(".")[2]]
     ]
     assert not upward
+
+
+def test_imports_loggers_and_dataclasses_are_written_one_way() -> None:
+    """A module of the same folder is named by its way from here; `layout_tuner.cache` and `.kernels` in full."""
+    odd = []
+    for name, file in MODULES.items():
+        text = file.read_text()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                base = node.module if node.module != "layout_tuner" else f"layout_tuner.{node.names[0].name}"
+                home = room(name) if room(name) in ("cache", "kernels") else ""
+                if base.startswith("layout_tuner.") and home == (
+                    room(base) if room(base) in ("cache", "kernels") else ""
+                ):
+                    odd.append(f"{name}: from {node.module} import")
+        odd += [f"{name}: {line}" for line in text.splitlines() if re.match(r"import dataclasses|logger = ", line)]
+    assert not odd
 
 
 def test_no_file_imports_itself_through_others() -> None:

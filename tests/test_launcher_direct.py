@@ -371,11 +371,13 @@ class AscendKernel:
         self.pre_run_hooks: list[Any] = []
         self.launches: list[tuple[Any, ...]] = []
         self.compiled: dict[object, Any] = {}
+        self.named: list[dict[str, Any]] = []
 
     def __getitem__(self, grid: tuple[int, ...]):
         def run(*given: Any, **constants: Any) -> Any:
             key = tuple(None if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in given[:9])
             made = self.compiled.setdefault(key, CompiledKernel(self))
+            self.named.append(constants)
             made.launched_by_triton = True
             made.run(*grid, 1, 1, STREAM, made.function, made.packed_metadata, None, None, None, *given)
             made.launched_by_triton = False
@@ -416,6 +418,36 @@ def ascend(kernel: jit.JITFunction, monkeypatch: pytest.MonkeyPatch) -> Iterator
     direct.style.cache_clear()
     yield AscendKernel(kernel)
     direct.style.cache_clear()
+
+
+def test_options_that_a_variant_carries_reach_the_compiler(ascend: AscendKernel) -> None:
+    with launcher.compiling({"multibuffer": False}), launcher.compiling({}):
+        bound = launcher.bind(ascend, **CONSTANTS)
+    plain = launcher.bind(ascend, **CONSTANTS)
+    assert plain is not bound, "it is another binary"
+    bound(1, *arguments())
+    bound(1, *arguments())
+    plain(1, *arguments())
+    assert ascend.named == [{**CONSTANTS, "multibuffer": False}, CONSTANTS]
+    with launcher.recording() as records:
+        bound(1, *arguments())
+        plain(1, *arguments())
+    assert [record.options for record in records] == [{"multibuffer": False}, {}]
+
+
+@pytest.mark.parametrize("version", ["3.2.1", "3.2.0.dev20260101", "3.2.0+local", "3.2"])
+def test_a_release_that_was_not_verified_is_launched_by_triton(
+    ascend: AscendKernel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
+) -> None:
+    """Its launcher may take other arguments, or the same in another order."""
+    monkeypatch.setattr(driver, "triton_distribution", lambda: ("triton-ascend", version))
+    with caplog.at_level(logging.INFO):
+        assert direct.style() is None
+    assert "direct launches: triton 3.6.0 on cuda, triton-ascend 3.2.0 on npu" in caplog.text
+    bound = launcher.bind(ascend, **CONSTANTS)
+    for _ in range(3):
+        bound(7, *arguments())
+    assert [launch[2] for launch in ascend.launches] == [True] * 3
 
 
 def test_on_ascend_the_launcher_gets_tensors_and_no_constants(ascend: AscendKernel) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import MORE_HEADS, PUT_TOGETHER, SIZES, experiment_for, faults, gate_dtypes, key_for, matrix
+from layout_tuner.kernels import tiling
 
 import layout_tuner.ops  # noqa: F401  registers every op
 from layout_tuner.spec import registry
@@ -97,3 +98,12 @@ def test_packed_lengths(spec: OpSpec, form: Form, cu_seqlens: tuple[int, ...], d
     if "T" not in spec.sizes:
         pytest.skip("has no time axis")
     assert not faults(experiment_for(spec, key_for(spec, form, varlen=True), device, cu_seqlens))
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3], ids="{} heads a group".format)
+def test_dg_from_rows_is_right_too(heads: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's way to dg, which the interpreter's tiles do not take."""
+    monkeypatch.setattr(tiling, "chunk_bwd_dqkwg_tiles", lambda *_: (32, 16, 32, False))
+    spec = registry.lookup("chunk_bwd_dqkwg")
+    key = key_for(spec, spec.standard_forms["training"], "float32", B=1, T=35, H=1, HV=heads)
+    assert faults(experiment_for(spec, key, device), ["full"]) == []

@@ -43,15 +43,17 @@ MISTAKES = {
         module="time_axis", right=T_CONTIG_BASE, wrong="offset = tl.cast(bos, tl.int64) * HV + i_h"
     ),
     "local length in the head offset": Mistake(
-        right="time_axis_offset(i_b, bos, i_h, T, HV, G_T_CONTIG)",
-        wrong="time_axis_offset(i_b, bos, i_h, length, HV, G_T_CONTIG)",
-        times=2,
+        module="time_axis",
+        right="time_axis_offset(i_b, bos, i_h, T, HV, T_CONTIG, C) + tl.cast(i_t, tl.int64)",
+        wrong="time_axis_offset(i_b, bos, i_h, i_t * BT + BT, HV, T_CONTIG, C) + tl.cast(i_t, tl.int64)",
     ),
     "b*T instead of b*HV*T": Mistake(
         module="time_axis", right=T_CONTIG_BASE, wrong=T_CONTIG_BASE.replace("i_b * HV + i_h", "i_b + i_h")
     ),
     "absolute token offset in a packed batch": Mistake(
-        right="+ tl.cast(i_t, tl.int64) * BT * stride", wrong="+ (bos - i_b * T + i_t * BT) * stride", times=2
+        module="time_axis",
+        right="+ tl.cast(i_t, tl.int64) * BT * stride",
+        wrong="+ (bos - i_b * T + i_t * BT) * stride",
     ),
     "boundary check of the whole-chunk kernel": Mistake(
         right="b_do = tl.load(p_do + o_c[:, None] * (HV * V) + o_v[None, :], mask=m_v, other=0.0)",

@@ -260,7 +260,9 @@ def test_revision_is_of_kernels_tiles_and_launches() -> None:
     assert "layout_tuner.kernels.fwd_o" not in revision.sources(SPEC.bind.__module__)
     chain = revision.sources(registry.lookup("chunk_gated_delta_rule").bind.__module__)
     every = {f"layout_tuner.kernels.{file.stem}" for file in Path(kernel_modules.__path__[0]).glob("[a-z]*.py")}
-    assert every - chain.keys() == {"layout_tuner.kernels.probe"}
+    others = {name for name in every if name.startswith("layout_tuner.kernels.kda_")}
+    assert others
+    assert every - chain.keys() == {"layout_tuner.kernels.probe", *others}
 
 
 @pytest.mark.parametrize(
@@ -276,6 +278,20 @@ def test_another_tile_helper_or_launch_is_another_revision(
     other.write_text(f"{file(f'layout_tuner.{changed}').read_text()}\nTILE = 1\n")
     monkeypatch.setattr(revision, "_file", lambda name: other if name == f"layout_tuner.{changed}" else file(name))
     assert hashed(module) != before
+
+
+def test_text_that_moves_to_the_next_module_is_another_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed = revision.source_revision.__wrapped__
+    one, other = tmp_path / "one.py", tmp_path / "other.py"
+    monkeypatch.setattr(revision, "sources", lambda module: {"one": one, "other": other})
+    seen = set()
+    for texts in [("BT = 1\nBK = 2\n", ""), ("BT = 1\n", "BK = 2\n"), ("", "BT = 1\nBK = 2\n")]:
+        one.write_text(texts[0])
+        other.write_text(texts[1])
+        seen.add(hashed("one"))
+    assert len(seen) == 3
 
 
 def test_candidates_of_a_key_are_of_one_revision() -> None:

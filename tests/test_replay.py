@@ -9,6 +9,7 @@ import launches
 import pytest
 import torch
 import triton
+from hardware import INTERPRETED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launches import Triton, compilable, shifted, stubbed
@@ -18,6 +19,8 @@ from layout_tuner import ops
 from layout_tuner.device import interpreter
 from layout_tuner.dispatch import router
 from layout_tuner.launch import launcher, replay
+from layout_tuner.launch.record import Memory
+from layout_tuner.launch.workspaces import workspaces
 from layout_tuner.spec.layouts import Layout, relayout
 
 TYPES = {"fp32": torch.float32, "fp16": torch.float16, "i32": torch.int32, "i64": torch.int64}
@@ -59,8 +62,8 @@ class Interpreted:
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interpreted]:
-    if triton.__version__.rpartition(".")[0] != "3.6" or torch.cuda.is_available():
-        pytest.skip("stands on Triton 3.6 and on no GPU")
+    if triton.__version__.rpartition(".")[0] != "3.6" or not INTERPRETED:
+        pytest.skip("stands on Triton 3.6 and on no device")
     made = Interpreted()
     bind, launch, compiled, call = (
         launcher.bind,
@@ -342,12 +345,12 @@ def test_launches_and_allocations_of_a_step(interpreted: Interpreted, monkeypatc
 def test_workspaces_hold_apart_what_is_in_use_and_raise_no_peak(drawn: list[tuple[int, int, int, bool]]) -> None:
     whole: Any = None
     found = [
-        replay.Memory(f"m{i}", size * 512, whole, first=first, last=first + length)
+        Memory(size * 512, whole, first=first, last=first + length, name=f"m{i}")
         for i, (size, first, length, _) in enumerate(drawn)
     ]
     owned = [memory for memory, (*_, own) in zip(found, drawn, strict=True) if own]
     addressed = [memory for memory in found if memory not in owned]
-    spaces = replay.workspaces(addressed, owned, 10)
+    spaces = workspaces(addressed, owned, 10)
     assert sorted(m.name for space in spaces for m in space.offsets) == sorted(m.name for m in addressed)
     for space in spaces:
         for one, start in space.offsets.items():

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hardware import INTERPRETED
 from layout_tuner.cache.records import DecisionRecord
 from layout_tuner.cache.sqlite.file import Store
 
@@ -85,7 +86,7 @@ def test_a_stored_key_is_the_key_of_a_call(records: list[DecisionRecord]) -> Non
         assert spec.default(key, driver.chip(CPU)).id == record.default_candidate
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the file is of Triton's interpreter")
+@pytest.mark.skipif(not INTERPRETED, reason="the file is of Triton's interpreter")
 def test_a_stored_decision_is_followed(file: Path, records: list[DecisionRecord], its_environment: str) -> None:
     with layout_tuner.enable(cache=file, on_miss="error", fla=False):
         for record in records:

@@ -15,8 +15,8 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from layout_tuner.config import Measure, Tuning
 from layout_tuner.errors import DeviceLostError, TuningError
+from layout_tuner.tuning.checking import as_tuple
 from layout_tuner.tuning.deadline import left_behind, run_within
-from layout_tuner.tuning.experiment import as_tuple
 from layout_tuner.tuning.numerics import error
 from layout_tuner.tuning.records import measurement_record
 from layout_tuner.tuning.timing import RunError

@@ -4,10 +4,14 @@ SQLite's locks and shared memory do not hold between hosts, so no file has two w
 `decisions.sqlite`, host `node7` writes `decisions.node7-<id>.sqlite` next to it.
 """
 
+import functools
+import heapq
+import itertools
 import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import astuple
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,10 +21,11 @@ from ..hosts import this_host
 from ..merge import Evidence
 from ..misses import frequency
 from ..records import DecisionRecord, EnvironmentRecord, KeyRecord, MissRecord
+from ..sqlite import queries
+from ..sqlite.bulk import Progress, silent
 from ..sqlite.file import Store, in_wal_mode
-from ..sqlite.queries import key_hash
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _Record = TypeVar("_Record")
 
@@ -37,10 +42,10 @@ def host_files(path: Path) -> list[Path]:
     """Every file that hosts wrote instead of `path`, and `path` itself where it exists."""
     own = re.compile(re.escape(path.stem) + r"\.[A-Za-z0-9._-]+" + re.escape(path.suffix))
     try:
-        found = [each for each in path.parent.iterdir() if own.fullmatch(each.name)]
+        files = [each for each in path.parent.iterdir() if own.fullmatch(each.name)]
     except OSError:
         return []
-    return sorted(found)[:_MAX_PEERS] + ([path] if path.exists() else [])
+    return sorted(files)[:_MAX_PEERS] + ([path] if path.exists() else [])
 
 
 class FolderStore:
@@ -90,7 +95,7 @@ class FolderStore:
     def evidence(self, key: KeyRecord, environment: str) -> tuple[DecisionRecord, ...]:
         """Every decision for a key in an environment, of all hosts."""
         merged = Evidence()
-        for store in self._holding(key_hash(key, environment)):
+        for store in self._holding(queries.key_hash(key, environment)):
             for record in self._read(store, lambda each: each.evidence(key, environment)):
                 merged.add_decision(record)
         return tuple(merged.decisions.values())
@@ -100,12 +105,56 @@ class FolderStore:
         return choose(self.evidence(key, environment))
 
     def decisions(self, *, environment: str | None = None, op: str | None = None) -> Iterator[DecisionRecord]:
-        """Every decision of all hosts."""
-        merged = Evidence()
+        """Every decision of all hosts, in the order of keys."""
+        for records in self.by_key(environment=environment, op=op):
+            yield from records
+
+    def by_key(self, *, environment: str | None = None, op: str | None = None) -> Iterator[list[DecisionRecord]]:
+        """The decisions of all hosts for each environment and key, in the order of these.
+
+        All files are read side by side, in pages that together hold as many keys as one file's would.
+        """
+        stores = []
         for store in self.stores():
-            for record in self._read(store, lambda each: list(each.decisions(environment=environment, op=op))):
-                merged.add_decision(record)
-        yield from merged.decisions.values()
+            stores.append(store)
+            if len(self._peers) > _MAX_OPEN and store is not self._own:
+                store.close()
+        most = max(queries.KEYS // max(len(stores), 1), 1)
+        merged = heapq.merge(*[self._pages(store, environment, op, most) for store in stores], key=_order)
+        for _, groups in itertools.groupby(merged, key=_order):
+            evidence = Evidence()
+            for record in itertools.chain.from_iterable(groups):
+                evidence.add_decision(record)
+            yield list(evidence.decisions.values())
+
+    def _pages(
+        self, store: Store, environment: str | None, op: str | None, most: int
+    ) -> Iterator[list[DecisionRecord]]:
+        """A file's decisions by key, as far as they can be read now."""
+        pages = store.by_key(environment=environment, op=op, most=most)
+        while records := self._read(store, lambda _: list(itertools.islice(pages, most))):
+            yield from records
+
+    def pour_into(self, copy: Store, progress: Progress = silent) -> None:
+        """Merges what all hosts hold into a file; what of another host's cannot be read now is left out, and said.
+
+        Args:
+            copy: The file.
+            progress: Is told how far it is.
+
+        Raises:
+            StoreError: This host's file cannot be read, or the copy not be written.
+        """
+        for store in self.stores():
+            step = functools.partial(_told, progress, f"copying {store.path}")
+            try:
+                copy.absorb_file(store, as_imported=False, progress=step)
+            except StoreError:
+                # Reading alone tells whose fault it was.
+                if self._read(store, lambda each: [sum(1 for _ in each.decisions())]):
+                    raise
+            if len(self._peers) > _MAX_OPEN and store is not self._own:
+                store.close()
 
     def environments(self) -> list[EnvironmentRecord]:
         """Every environment, by id."""
@@ -205,19 +254,28 @@ class FolderStore:
         if path not in self._said:
             self._said.add(path)
             level = logging.INFO if error.fault is Fault.UNAVAILABLE else logging.WARNING
-            logger.log(level, "%s; left out for now", error)
+            log.log(level, "%s; left out for now", error)
+
+
+def _told(progress: Progress, what: str, done: int) -> None:
+    progress(what, done, None)
+
+
+def _order(records: list[DecisionRecord]) -> tuple[object, ...]:
+    """Where the decisions of one key come among others: texts and numbers sort here as they do in a file."""
+    return records[0].environment, *astuple(records[0].key)
 
 
 def _state(path: Path) -> tuple[int, ...]:
     """Changes when a file is written or replaced, or another process is about to write it; empty where it is gone."""
-    found: list[int] = []
+    state: list[int] = []
     for each in (path, path.with_name(f"{path.name}-wal")):
         try:
             status = os.stat(each)
         except OSError:
             continue
-        found += [status.st_ino, status.st_size, status.st_mtime_ns]
-    return tuple(found)
+        state += [status.st_ino, status.st_size, status.st_mtime_ns]
+    return tuple(state)
 
 
 def _peer(path: Path) -> Store:

@@ -1,4 +1,4 @@
-"""A store that may fail behind one that does not: trouble is said once, memory takes over, the store is tried again."""
+"""Guards a store that may fail: trouble is logged once, memory takes over, and the store is tried again later."""
 
 import contextlib
 import logging
@@ -17,7 +17,7 @@ from ..merge import Slot, slot_of
 from ..records import DecisionRecord, EnvironmentRecord, KeyRecord, MissRecord
 from ..validation import RefusedRowError
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
@@ -62,7 +62,7 @@ class GuardedStore:
 
     @property
     def healthy(self) -> bool:
-        """Whether the store behind did all that was last asked of it."""
+        """Whether the last operation of the guarded store succeeded."""
         return not self._said
 
     @property
@@ -71,11 +71,11 @@ class GuardedStore:
         return self.name if self.healthy else f"memory only, {self.name} cannot be used"
 
     def behind(self) -> DecisionStore | None:
-        """The store behind, to be read at length; None where it cannot be used now."""
+        """The guarded store, for long reads; None where it cannot be used now."""
         return self._opened()
 
     def publish(self, decision: DecisionRecord, environment: EnvironmentRecord) -> DecisionRecord:
-        """Stores a decision, in memory where nothing better is to be had; returns it as stored."""
+        """Stores a decision, in memory where the store cannot be used; returns it as stored."""
         stored = self._try(lambda store: store.publish(decision, environment), write=True)
         if stored is not None:
             return stored
@@ -86,8 +86,8 @@ class GuardedStore:
 
     def evidence(self, key: KeyRecord, environment: str) -> tuple[DecisionRecord, ...]:
         """Every decision for a key in an environment."""
-        found = self._try(lambda store: store.evidence(key, environment)) or ()
-        return tuple(self._with_waiting(found, lambda record: record.key == key and record.environment == environment))
+        stored = self._try(lambda store: store.evidence(key, environment)) or ()
+        return tuple(self._with_waiting(stored, lambda record: record.key == key and record.environment == environment))
 
     def lookup(self, key: KeyRecord, environment: str) -> DecisionRecord | None:
         """The strongest decision whose winner is not known to fail."""
@@ -95,16 +95,16 @@ class GuardedStore:
 
     def decisions(self, *, environment: str | None = None, op: str | None = None) -> Iterator[DecisionRecord]:
         """Every decision."""
-        found = self._try(lambda store: list(store.decisions(environment=environment, op=op))) or []
+        stored = self._try(lambda store: list(store.decisions(environment=environment, op=op))) or []
         yield from self._with_waiting(
-            found, lambda record: environment in (None, record.environment) and op in (None, record.key.op)
+            stored, lambda record: environment in (None, record.environment) and op in (None, record.key.op)
         )
 
     def environments(self) -> list[EnvironmentRecord]:
         """Every environment, by id."""
-        found = {each.id: each for each in self._memory.environments()}
-        found |= {each.id: each for each in self._try(lambda store: store.environments()) or []}
-        return [found[name] for name in sorted(found)]
+        by_id = {each.id: each for each in self._memory.environments()}
+        by_id |= {each.id: each for each in self._try(lambda store: store.environments()) or []}
+        return [by_id[name] for name in sorted(by_id)]
 
     def record_misses(self, misses: Iterable[MissRecord]) -> None:
         """Adds misses to their counts."""
@@ -136,15 +136,15 @@ class GuardedStore:
                     self._store.close()
 
     def _with_waiting(
-        self, found: Iterable[DecisionRecord], wanted: Callable[[DecisionRecord], bool]
+        self, stored: Iterable[DecisionRecord], wanted: Callable[[DecisionRecord], bool]
     ) -> list[DecisionRecord]:
-        """What the store holds, with what waits to be written in place of what it will replace."""
+        """The stored records, with the waiting ones in place of those that they will replace."""
         with self._lock:
             waiting = {slot: record for slot, (record, _) in self._pending.items() if wanted(record)}
-        return [*(record for record in found if slot_of(record) not in waiting), *waiting.values()]
+        return [*(record for record in stored if slot_of(record) not in waiting), *waiting.values()]
 
     def _try(self, action: Callable[[DecisionStore], _Result], *, write: bool = False) -> _Result | None:
-        """What an action on the store returns; None where the store cannot be used for it."""
+        """The result of an action on the store; None where the store cannot be used."""
         store = self._opened()
         if store is None or (write and self._clock() < self._write_at):
             return None
@@ -209,9 +209,9 @@ class GuardedStore:
                     self._store = None
             if not self._said:
                 self._said = True
-                logger.warning("%s; decisions are kept in memory until it can be used again", error)
+                log.warning("%s; decisions are kept in memory until it can be used again", error)
 
     def _healed(self) -> None:
         with self._lock:
             self._fault, self._said, self._pause_s = None, False, FIRST_RETRY_S
-        logger.info("%s: answers again", self.name)
+        log.info("%s: answers again", self.name)

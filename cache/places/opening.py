@@ -1,4 +1,4 @@
-"""Where stores come from: the file of the user, made safe for its file system and against its own failures."""
+"""Opens stores: the user's file, in the way its file system allows, and guarded against failure."""
 
 import logging
 import os
@@ -33,7 +33,7 @@ __all__ = [
 # A path keeps one of a URL's slashes.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def default_path() -> Path:
@@ -81,7 +81,7 @@ def open_path(path: Path, fault: Fault | None = None) -> Store | FolderStore:
     kind = file_system(path.parent)
     if not kind.local:
         if fault is None:
-            logger.info(
+            log.info(
                 "%s is on a network file system (%s): each host writes its own file, all are read", path, kind.name
             )
         return FolderStore(path)
@@ -94,7 +94,7 @@ def open_path(path: Path, fault: Fault | None = None) -> Store | FolderStore:
 
 
 def open_existing(path: Path) -> Store | FolderStore:
-    """What is stored at a path, for reading: nothing is made, migrated or set aside, whatever is wrong with it.
+    """The store at a path, for reading: nothing is made, migrated or set aside, whatever is wrong with it.
 
     Raises:
         StoreError: There is nothing, or it cannot be read.

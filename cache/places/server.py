@@ -21,7 +21,7 @@ from ..sqlite import migrations, schema
 from ..sqlite.models import SCHEMA_VERSION, SchemaVersion
 from ..sqlite.sql import SqlStore
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
@@ -107,11 +107,11 @@ class ServerDatabase(Forkable):
 
     def _failure(self, error: Exception) -> StoreError:
         """The error without anything that the URL keeps secret, which messages of the driver may quote."""
-        found = store_error(self.name, error)
-        text = str(found)
+        failure = store_error(self.name, error)
+        text = str(failure)
         for secret in self._secrets:
             text = text.replace(secret, "***")
-        return StoreError(text, found.fault)
+        return StoreError(text, failure.fault)
 
 
 def parse_url(url: str) -> URL:
@@ -119,20 +119,20 @@ def parse_url(url: str) -> URL:
     # What is wrong is not quoted: it may hold a password.
     wanted = f"wanted {_DRIVER}://user@host/name"
     try:
-        found = make_url(url)
+        parsed = make_url(url)
     except (ArgumentError, ValueError):
         raise CacheError(f"[cache] url: not a database URL; {wanted}") from None
-    if found.drivername not in ("postgresql", _DRIVER):
-        raise CacheError(f"[cache] url: {found.drivername} is not supported; {wanted}")
+    if parsed.drivername not in ("postgresql", _DRIVER):
+        raise CacheError(f"[cache] url: {parsed.drivername} is not supported; {wanted}")
     if "\0" in unquote(url):
         raise CacheError(f"[cache] url: holds a NUL character; {wanted}")
-    if found.port is not None and not 0 < found.port < 2**16:
-        raise CacheError(f"[cache] url: port {found.port} is none; wanted 1 to 65535")
-    return found.set(drivername=_DRIVER)
+    if parsed.port is not None and not 0 < parsed.port < 2**16:
+        raise CacheError(f"[cache] url: port {parsed.port} is none; wanted 1 to 65535")
+    return parsed.set(drivername=_DRIVER)
 
 
 def _secrets(url: URL) -> list[str]:
-    """What a URL holds that nobody may read: its password, in either place."""
+    """The secrets of a URL: its password, in either place where it may stand."""
     values = [url.password or "", *(value for name, value in _flat(url) if _secret(name))]
     return [value for value in values if value]
 
@@ -153,7 +153,7 @@ def _secret(name: str) -> bool:
 
 
 def _limits(patience_s: float) -> dict[str, object]:
-    """What driver, server and network are told; a server that was stopped keeps to none of it but the first."""
+    """The time limits for driver, server and network; a stopped server is noticed by the first of them only."""
     limit_ms = round(1000 * patience_s)
     return {
         "connect_timeout": math.ceil(min(patience_s, CONNECT_TIMEOUT_S)),
@@ -242,15 +242,15 @@ class ServerStore(SqlStore):
                 raise StoreError(f"{self._place}: holds no decisions yet, not even their tables", Fault.UNAVAILABLE)
             schema.create(connection)
             return
-        found = connection.execute(select(func.max(SchemaVersion.version))).scalar_one()
-        if found is not None and found < SCHEMA_VERSION and self._create:
-            migrations.require_steps(self._place, found, SCHEMA_VERSION)
+        stored = connection.execute(select(func.max(SchemaVersion.version))).scalar_one()
+        if stored is not None and stored < SCHEMA_VERSION and self._create:
+            migrations.require_steps(self._place, stored, SCHEMA_VERSION)
             # All of them or, where one fails, none: definitions of tables are part of a transaction here.
-            for version in range(found, SCHEMA_VERSION):
+            for version in range(stored, SCHEMA_VERSION):
                 migrations.step(connection, version)
-            logger.info("%s: migrated from schema version %d to %d", self._place, found, SCHEMA_VERSION)
-        elif found != SCHEMA_VERSION:
+            log.info("%s: migrated from schema version %d to %d", self._place, stored, SCHEMA_VERSION)
+        elif stored != SCHEMA_VERSION:
             raise StoreError(
-                f"{self._place} has schema version {found}, this version of layout_tuner uses {SCHEMA_VERSION}",
-                Fault.OLDER if found is None or found < SCHEMA_VERSION else Fault.NEWER,
+                f"{self._place} has schema version {stored}, this version of layout_tuner uses {SCHEMA_VERSION}",
+                Fault.OLDER if stored is None or stored < SCHEMA_VERSION else Fault.NEWER,
             )

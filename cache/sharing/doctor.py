@@ -1,4 +1,4 @@
-"""What is wrong, or doubtful, with a decision file: findings for people, nothing is changed."""
+"""Examines a decision file and reports what is wrong or doubtful; it changes nothing."""
 
 import contextlib
 import functools
@@ -44,12 +44,12 @@ except sqlite3.OperationalError as error:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing found.
+    """One finding.
 
     Attributes:
         level: `ok`, `note`, `warning` or `error`.
         subject: What was looked at.
-        text: What was found, and what to do about it.
+        text: The state of the subject, and what to do about it.
     """
 
     level: Level
@@ -166,13 +166,13 @@ def _seal(path: Path) -> Iterator[Finding]:
 
 
 def _checks(database: Database) -> Iterator[Finding]:
-    found = database.run(schema.file_version)
-    if found is None:
+    stored = database.run(schema.file_version)
+    if stored is None:
         yield Finding(level="error", subject="schema", text="the file has no tables")
         return
-    level: Level = "ok" if found == SCHEMA_VERSION else "warning"
-    text = f"version {found}" + (
-        "" if found == SCHEMA_VERSION else f"; this version of layout_tuner uses {SCHEMA_VERSION}"
+    level: Level = "ok" if stored == SCHEMA_VERSION else "warning"
+    text = f"version {stored}" + (
+        "" if stored == SCHEMA_VERSION else f"; this version of layout_tuner uses {SCHEMA_VERSION}"
     )
     yield Finding(level=level, subject="schema", text=text)
     answers = database.run(_rows("PRAGMA integrity_check(5)"))

@@ -1,12 +1,11 @@
 """Decisions on their way between machines: export, import, merge, diff."""
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from ..sqlite.models import Seal
 from ..sqlite.seal import BLANK, SealState, seal, seal_state
 from ..sqlite.sql import SqlStore
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 MOST_CONFLICTS = 10_000
 """Conflicts that a merge keeps to be listed; beyond it they are counted."""
@@ -115,10 +114,15 @@ def export_file(
         progress("copying", 0, None)
         if isinstance(store, Store):
             store.snapshot(scratch)
-            _keep_only(scratch, environment, op)
         else:
             with contextlib.closing(Store(scratch, journal="delete")) as copy:
-                copy.absorb(store.decisions(environment=environment, op=op), store.environments(), store.misses())
+                if isinstance(store, FolderStore):
+                    store.pour_into(copy, progress)
+                else:
+                    found = store.decisions(environment=environment, op=op)
+                    step = functools.partial(_told, progress, "copying", None)
+                    copy.absorb(told(found, step), store.environments(), store.misses())
+        _keep_only(scratch, environment, op)
         progress("sealing", 0, None)
         digest, decisions = _finish(scratch)
     return Exported(path=target, decisions=decisions, size_bytes=target.stat().st_size, sha256=digest)
@@ -172,7 +176,7 @@ def merge_files(
     target = _target(out, [Path(path) for path in paths])
     require_shared(paths)
     tally = Tally()
-    found: list[Conflict] = []
+    shown: list[Conflict] = []
     disputes = 0
     with replacing(target) as scratch:
         with contextlib.closing(Store(scratch, journal="delete")) as merged:
@@ -193,14 +197,14 @@ def merge_files(
                 for conflict in conflicts(records):
                     disputes += 1
                     if disputes <= MOST_CONFLICTS:
-                        found.append(conflict)
+                        shown.append(conflict)
         progress("sealing", 0, None)
         digest, decisions = _finish(scratch)
     exported = Exported(path=target, decisions=decisions, size_bytes=target.stat().st_size, sha256=digest)
-    return Merged(exported=exported, tally=tally, conflicts=tuple(found), disputes=disputes)
+    return Merged(exported=exported, tally=tally, conflicts=tuple(shown), disputes=disputes)
 
 
-def _told(progress: Progress, what: str, total: int, done: int) -> None:
+def _told(progress: Progress, what: str, total: int | None, done: int) -> None:
     progress(what, done, total)
 
 
@@ -211,7 +215,7 @@ def differences(one: DecisionStore, other: DecisionStore) -> Iterator[Difference
     while left is not None or right is not None:
         # Texts and numbers sort in a file as they do here.
         places = [_place(record) for record in (left, right) if record is not None]
-        place = min(places, key=lambda each: (each[0], *dataclasses.astuple(each[1])))
+        place = min(places, key=lambda each: (each[0], *astuple(each[1])))
         mine = left if left is not None and _place(left) == place else None
         theirs = right if right is not None and _place(right) == place else None
         if mine is None or theirs is None or (mine.candidate, mine.revision) != (theirs.candidate, theirs.revision):
@@ -254,9 +258,9 @@ def open_shared(path: Path) -> Iterator[Store]:
     require_file(path)
     state = require_unbroken(path)
     if state is SealState.NONE and not Path(f"{path}-wal").exists():
-        logger.info("%s: carries no seal, so it is no export; whether it is complete cannot be told", path)
-    found = Store(path, immutable=True) if state is SealState.SOUND else open_for_reading(path)
-    with contextlib.closing(found) as store:
+        log.info("%s: carries no seal, so it is no export; whether it is complete cannot be told", path)
+    opened = Store(path, immutable=True) if state is SealState.SOUND else open_for_reading(path)
+    with contextlib.closing(opened) as store:
         yield store
 
 
@@ -380,18 +384,18 @@ def believed_by_key(
     store: DecisionStore, *, environment: str | None = None, op: str | None = None
 ) -> Iterator[DecisionRecord]:
     """The decision that is believed for each environment and key, in the order of these; raises `StoreError`."""
-    for records in store.by_key() if isinstance(store, SqlStore) else _by_key(store):
-        if environment in (None, records[0].environment) and op in (None, records[0].key.op):
-            chosen = choose(records)
-            if chosen is not None:
-                yield chosen
+    by_key = store.by_key if isinstance(store, (SqlStore, FolderStore)) else functools.partial(_by_key, store)
+    for records in by_key(environment=environment, op=op):
+        chosen = choose(records)
+        if chosen is not None:
+            yield chosen
 
 
-def _by_key(store: DecisionStore) -> list[list[DecisionRecord]]:
+def _by_key(store: DecisionStore, *, environment: str | None, op: str | None) -> Iterable[list[DecisionRecord]]:
     groups: dict[tuple[str, KeyRecord], list[DecisionRecord]] = {}
-    for record in store.decisions():
+    for record in store.decisions(environment=environment, op=op):
         groups.setdefault(_place(record), []).append(record)
-    order = sorted(groups, key=lambda place: (place[0], *dataclasses.astuple(place[1])))
+    order = sorted(groups, key=lambda place: (place[0], *astuple(place[1])))
     return [groups[place] for place in order]
 
 

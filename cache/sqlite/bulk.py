@@ -1,4 +1,4 @@
-"""Many decisions at once: what merging and importing are made of."""
+"""Stores many decisions at once, for merging and importing."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,10 +32,10 @@ _FOUND = select(*(DECISIONS.c[name] for name in DECISION_SLOT), DECISIONS.c.id, 
 
 @dataclass(kw_only=True)
 class Tally:
-    """What became of the decisions that were brought to a store.
+    """How many decisions brought to a store were added, replaced others, were not needed, or were refused.
 
     Attributes:
-        added: Found no decision in their slot.
+        added: Their slot held no decision.
         replaced: Took the place of an older one.
         kept: Were there already, or older than what was.
         refused: Rows that could not be believed.
@@ -68,7 +68,7 @@ def silent(what: str, done: int, total: int | None) -> None:
 
 
 def told(records: Iterable[_Record], progress: Callable[[int], None]) -> Iterator[_Record]:
-    """The records, while somebody is told from time to time how many went by."""
+    """The records one by one; from time to time calls `progress` with the count so far."""
     for number, record in enumerate(records):
         if number % BATCH == 0:
             progress(number)
@@ -125,11 +125,11 @@ def put_decisions(connection: Connection, records: Sequence[DecisionRecord]) -> 
 
 def decisions_of(connection: Connection, ids: Sequence[int]) -> list[DecisionRecord]:
     """The decisions of row ids, as far as they can be believed."""
-    found: list[DecisionRecord] = []
+    records: list[DecisionRecord] = []
     for start in range(0, len(ids), BATCH):
         some = select(DECISIONS).where(DECISIONS.c.id.in_(ids[start : start + BATCH]))
-        found += records_of(connection, connection.execute(some).mappings().all())
-    return found
+        records += records_of(connection, connection.execute(some).mappings().all())
+    return records
 
 
 def _stored(connection: Connection, slots: Sequence[tuple[Any, ...]]) -> dict[tuple[Any, ...], tuple[int, str]]:

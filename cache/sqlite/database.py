@@ -26,7 +26,7 @@ from ..faults import CAUGHT, Fault, StoreError, fault_of, store_error
 from ..names import journal_beside, require_one_name, resolved
 from .plain import require_plain
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
@@ -55,7 +55,7 @@ _REFUSED_ACTIONS = frozenset(
 
 
 class _Clock:
-    """When what a connection is doing has to be over."""
+    """The deadline of what a connection is doing."""
 
     deadline = float("inf")
 
@@ -305,7 +305,7 @@ def _pattern() -> Engine:
 
 
 def _restrain(connection: _Handle) -> None:
-    """Keeps a connection from doing what its file wants, and for how long it likes."""
+    """Restrains a connection: it runs nothing that its file asks for, and ends what takes too long."""
     clock = connection.clock = _Clock()
     clock.deadline = time.monotonic() + READING_TIMEOUT_S
     connection.set_progress_handler(clock.over, _STEPS)
@@ -347,7 +347,7 @@ def _limited(path: Path, clock: _Clock, limit_s: float) -> Iterator[None]:
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """What tells a file from another that took its name; None where there is none."""
+    """The identity of a file, which another file of the same name does not have; None where there is no file."""
     try:
         status = os.stat(path)
     except OSError:

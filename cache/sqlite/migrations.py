@@ -19,7 +19,7 @@ from ..records import time_text, utc_now
 from .database import Database
 from .models import SchemaVersion
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 Migration = Callable[[Connection], None]
 
@@ -32,7 +32,7 @@ PATIENCE_S = 5.0
 
 def migrate(
     database: Database,
-    found: int,
+    stored: int,
     wanted: int,
 ) -> None:
     """Migrates a file on a copy and swaps the copy in. Whatever fails, the old file stays as it was.
@@ -42,14 +42,14 @@ def migrate(
 
     Args:
         database: The file.
-        found: Its schema version.
+        stored: Its schema version.
         wanted: The schema version to reach.
 
     Raises:
         StoreError: There is no way from one version to the other, a step failed, or the file is in use.
     """
     path = database.file
-    require_steps(path, found, wanted)
+    require_steps(path, stored, wanted)
     database.close()
     copy = path.with_name(f"{path.name}.migrating-{os.getpid()}")
     _remove(copy)
@@ -57,11 +57,11 @@ def migrate(
     try:
         _hold(held, path)
         # The schema may have been migrated while this process waited.
-        if held.execute("SELECT max(version) FROM schema_version").fetchone()[0] != found:
+        if held.execute("SELECT max(version) FROM schema_version").fetchone()[0] != stored:
             return
         _copy(path, copy)
         target = Database(copy, journal="delete")
-        for version in range(found, wanted):
+        for version in range(stored, wanted):
             target.run(functools.partial(step, version=version), write=True)
         if target.run(lambda connection: connection.exec_driver_sql("PRAGMA quick_check").scalar_one()) != "ok":
             raise StoreError(f"{path}: the migrated copy is not sound", Fault.UNAVAILABLE)
@@ -73,7 +73,7 @@ def migrate(
     finally:
         held.close()
         _remove(copy)
-    logger.info("%s: migrated from schema version %d to %d", path, found, wanted)
+    log.info("%s: migrated from schema version %d to %d", path, stored, wanted)
 
 
 def _hold(connection: sqlite3.Connection, path: Path) -> None:
@@ -100,11 +100,11 @@ def _copy(path: Path, copy: Path) -> None:
     shutil.copymode(path, copy)
 
 
-def require_steps(place: object, found: int, wanted: int) -> None:
+def require_steps(place: object, stored: int, wanted: int) -> None:
     """Raises `StoreError` unless there is a way from one version to the other."""
-    if missing := [version for version in range(found, wanted) if version not in MIGRATIONS]:
+    if missing := [version for version in range(stored, wanted) if version not in MIGRATIONS]:
         raise StoreError(
-            f"{place} has schema version {found}, this version of layout_tuner writes {wanted}, and no migration "
+            f"{place} has schema version {stored}, this version of layout_tuner writes {wanted}, and no migration "
             f"starts from version {missing[0]}",
             Fault.OLDER,
         )

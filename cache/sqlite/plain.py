@@ -1,4 +1,4 @@
-"""Whether a SQLite file is nothing but tables and indexes of plain columns: what else a schema can say may run.
+"""Checks that a SQLite file has only tables and indexes of plain columns: anything else in a schema may run code.
 
 Views and triggers are programs; checks, defaults, computed columns and indexes over expressions are programs inside
 tables; virtual tables are programs of others; `ON CONFLICT` decides what storing a row removes. No file of this product

@@ -56,7 +56,7 @@ from .rows import (
     miss_row,
 )
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _Record = TypeVar("_Record")
 
@@ -84,17 +84,17 @@ def put_decision(connection: Connection, record: DecisionRecord) -> DecisionReco
 
     What the slot held before is taken into account as `succeed` says.
     """
-    found = (
+    stored = (
         connection.execute(
             _SLOT, {f"slot_{name}": value for name, value in zip(DECISION_SLOT, slot_values(record), strict=True)}
         )
         .mappings()
         .first()
     )
-    if found is not None:
-        record = _following(record, found, _measurements(connection, [found["id"]]).get(found["id"], []))
+    if stored is not None:
+        record = _following(record, stored, _measurements(connection, [stored["id"]]).get(stored["id"], []))
     decision_id = connection.execute(_put_decision(connection.dialect.name), decision_row(record)).scalar_one()
-    if found is not None:
+    if stored is not None:
         connection.execute(_FORGET_MEASUREMENTS, {"decision": decision_id})
     if record.measurements:
         connection.execute(insert(MEASUREMENTS), [measurement_row(each, decision_id) for each in record.measurements])
@@ -103,9 +103,9 @@ def put_decision(connection: Connection, record: DecisionRecord) -> DecisionReco
 
 def put_miss(connection: Connection, record: MissRecord) -> None:
     """Adds a miss to its count; a count that cannot be believed is begun anew."""
-    found = _found_miss(connection, record)
-    if found is not None and next(_sound([found], miss_record), None) is None:
-        connection.execute(delete(_MISSES).where(_MISSES.c.id == found["id"]))
+    row = _stored_miss(connection, record)
+    if row is not None and next(_sound([row], miss_record), None) is None:
+        connection.execute(delete(_MISSES).where(_MISSES.c.id == row["id"]))
     connection.execute(_put_miss(connection.dialect.name), miss_row(record))
 
 
@@ -132,16 +132,16 @@ def sound_facts(name: str, facts: Any) -> bool:
 def merge_misses(connection: Connection, records: Sequence[MissRecord]) -> None:
     """Stores miss counts. A host's count only grows, so of two the larger one holds the other."""
     for record in records:
-        found = _found_miss(connection, record)
-        if found is None:
+        row = _stored_miss(connection, record)
+        if row is None:
             connection.execute(insert(_MISSES), miss_row(record))
             continue
-        known = next(_sound([found], miss_record), None)
+        known = next(_sound([row], miss_record), None)
         merged = record if known is None else counts.merged(known, record)
-        connection.execute(update(_MISSES).where(_MISSES.c.id == found["id"]).values(**miss_row(merged)))
+        connection.execute(update(_MISSES).where(_MISSES.c.id == row["id"]).values(**miss_row(merged)))
 
 
-def _found_miss(connection: Connection, record: MissRecord) -> Row | None:
+def _stored_miss(connection: Connection, record: MissRecord) -> Row | None:
     row = miss_row(record)
     where = [_MISSES.c[name] == row[name] for name in _MISS_SLOT]
     return connection.execute(select(_MISSES).where(*where)).mappings().first()
@@ -193,37 +193,47 @@ def decisions_beside(connection: Connection, ids: Sequence[int]) -> list[list[De
         .order_by(DECISIONS.c.id)
     )
     rows = connection.execute(statement).mappings().all()
-    found: dict[tuple[str, KeyRecord], list[DecisionRecord]] = {}
+    by_key: dict[tuple[str, KeyRecord], list[DecisionRecord]] = {}
     for record in records_of(connection, rows):
-        found.setdefault((record.environment, record.key), []).append(record)
+        by_key.setdefault((record.environment, record.key), []).append(record)
     order = {row_id: place for place, row_id in enumerate(ids)}
     places: dict[tuple[object, ...], int] = {}
     for row in rows:
         place = (row["environment_id"], *(row[name] for name in KEY_COLUMNS))
         places[place] = order[row["beside"]]
-    groups = [(places[environment_id, *key_row(key).values()], group) for (environment_id, key), group in found.items()]
+    groups = [
+        (places[environment_id, *key_row(key).values()], group) for (environment_id, key), group in by_key.items()
+    ]
     return [group for _, group in sorted(groups, key=lambda each: each[0])]
 
 
 def page_by_key(
-    connection: Connection, after: tuple[object, ...]
+    connection: Connection,
+    after: tuple[object, ...],
+    *,
+    environment: str | None = None,
+    op: str | None = None,
+    most: int | None = None,
 ) -> tuple[list[list[DecisionRecord]], tuple[object, ...] | None]:
-    """The decisions of the next keys, and the key to go on after; None at the end."""
-    keys = select(*_PLACE).distinct().order_by(*_PLACE).limit(KEYS)
+    """The decisions of the next keys, at most `most` or `KEYS`, and the key to go on after; None at the end."""
+    most = most or KEYS
+    wanted = _named(DECISIONS, environment, op)
+    keys = select(*_PLACE).where(*wanted).distinct().order_by(*_PLACE).limit(most)
     if after:
         keys = keys.where(tuple_(*_PLACE) > tuple_(*(literal(value) for value in after)))
     places = [tuple(row) for row in connection.execute(keys)]
     if not places:
         return [], None
     statement = select(DECISIONS).where(
+        *wanted,
         tuple_(*_PLACE) >= tuple_(*(literal(value) for value in places[0])),
         tuple_(*_PLACE) <= tuple_(*(literal(value) for value in places[-1])),
     )
     rows = connection.execute(statement.order_by(*_PLACE, DECISIONS.c.id)).mappings().all()
-    found: dict[tuple[object, ...], list[DecisionRecord]] = {}
+    by_key: dict[tuple[object, ...], list[DecisionRecord]] = {}
     for record in records_of(connection, rows):
-        found.setdefault((record.environment, record.key), []).append(record)
-    return list(found.values()), places[-1] if len(places) == KEYS else None
+        by_key.setdefault((record.environment, record.key), []).append(record)
+    return list(by_key.values()), places[-1] if len(places) == most else None
 
 
 def count(connection: Connection) -> int:
@@ -256,10 +266,10 @@ def _named(table: Table, environment: str | None, op: str | None) -> list[Column
 
 
 def _matching(environment: str | None, op: str | None, like: str | None) -> list[ColumnElement[bool]]:
-    found = _named(DECISIONS, environment, op)
+    conditions = _named(DECISIONS, environment, op)
     if like is not None:
-        found.append(key_text().icontains(like, autoescape=True))
-    return found
+        conditions.append(key_text().icontains(like, autoescape=True))
+    return conditions
 
 
 def key_text() -> ColumnElement[str]:
@@ -307,8 +317,8 @@ def page_of_decisions(
 def page_of_misses(connection: Connection, after: int) -> tuple[list[MissRecord], int | None]:
     """The next misses by row id, and the id to go on after; None at the end."""
     rows = connection.execute(select(_MISSES).where(_MISSES.c.id > after).order_by(_MISSES.c.id).limit(PAGE))
-    found = rows.mappings().all()
-    return list(_sound(found, miss_record)), found[-1]["id"] if len(found) == PAGE else None
+    stored = rows.mappings().all()
+    return list(_sound(stored, miss_record)), stored[-1]["id"] if len(stored) == PAGE else None
 
 
 def environments(connection: Connection) -> list[EnvironmentRecord]:
@@ -339,19 +349,19 @@ def _sound(rows: Iterable[Row], record: Callable[[Row], _Record]) -> Iterator[_R
         except RefusedRowError as error:
             refused.append(error)
     if refused:
-        logger.warning("%d stored rows are ignored, the first for this: %s", len(refused), refused[0])
+        log.warning("%d stored rows are ignored, the first for this: %s", len(refused), refused[0])
 
 
 def _measurements(connection: Connection, ids: Sequence[int]) -> dict[int, list[Row]]:
-    found: dict[int, list[Row]] = {}
+    by_decision: dict[int, list[Row]] = {}
     if not ids:
-        return found
+        return by_decision
     of_these = MEASUREMENTS.c.decision_id.in_(ids)
     for row in connection.execute(select(MEASUREMENTS).where(of_these).order_by(MEASUREMENTS.c.id)).mappings():
-        kept = found.setdefault(row["decision_id"], [])
+        kept = by_decision.setdefault(row["decision_id"], [])
         if len(kept) <= MAX_MEASUREMENTS:
             kept.append(row)
-    return found
+    return by_decision
 
 
 def slot_values(record: DecisionRecord) -> tuple[Any, ...]:

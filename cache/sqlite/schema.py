@@ -22,7 +22,7 @@ from .models import SCHEMA_VERSION, Base, SchemaVersion
 from .plain import columns_of
 from .seal import SEALED, locked_export
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 APPLICATION_ID = 0x4C54444E
 """Marks a SQLite file as one of this product's, so that no other program's file is taken for a damaged one."""
@@ -50,7 +50,7 @@ def prepare(database: Database, *, verify: bool = False) -> None:
     probe = sound_version if verify else file_version
     for _ in range(3):
         try:
-            found = database.run(probe)
+            stored = database.run(probe)
         except StoreError as error:
             if error.fault is not Fault.DAMAGED:
                 raise
@@ -58,20 +58,20 @@ def prepare(database: Database, *, verify: bool = False) -> None:
                 raise foreign(database.path) from error
             set_aside(database, error, probe)
             continue
-        if found is None:
+        if stored is None:
             database.adopt()
             database.run(create, write=True)
-        elif found < SCHEMA_VERSION:
+        elif stored < SCHEMA_VERSION:
             # Whoever waits for the lock must not hold the file open meanwhile: the one that migrates waits for that.
             database.close()
             with locked(database.path):
-                if database.run(file_version) == found:
-                    migrations.migrate(database, found, SCHEMA_VERSION)
+                if database.run(file_version) == stored:
+                    migrations.migrate(database, stored, SCHEMA_VERSION)
         else:
-            if found > SCHEMA_VERSION:
-                logger.warning("%s; it is read, not written", _newer(database.path, found))
+            if stored > SCHEMA_VERSION:
+                log.warning("%s; it is read, not written", _newer(database.path, stored))
                 database.read_only = True
-                _check_tables(database, found)
+                _check_tables(database, stored)
                 return
             break
     _check_tables(database, SCHEMA_VERSION)
@@ -114,10 +114,10 @@ def file_version(connection: Connection) -> int | None:
         if ours:
             raise StoreError("the file has lost its schema version", Fault.DAMAGED)
         raise StoreError("the file is a database of something else", Fault.FOREIGN)
-    found = connection.exec_driver_sql("SELECT max(version) FROM schema_version").scalar_one()
-    if not isinstance(found, int) or not 0 <= found < 1_000_000:
+    stored = connection.exec_driver_sql("SELECT max(version) FROM schema_version").scalar_one()
+    if not isinstance(stored, int) or not 0 <= stored < 1_000_000:
         raise StoreError("the file's schema version is no number", Fault.DAMAGED if ours else Fault.FOREIGN)
-    return found
+    return stored
 
 
 def create(connection: Connection) -> None:
@@ -138,11 +138,11 @@ def create(connection: Connection) -> None:
 
 def sound_version(connection: Connection) -> int | None:
     """As `file_version`, after a look at every page."""
-    found = file_version(connection)
+    stored = file_version(connection)
     answer = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar_one()
     if answer != "ok":
         raise StoreError(f"the file is damaged ({str(answer).splitlines()[0]})", Fault.DAMAGED)
-    return found
+    return stored
 
 
 def set_aside(database: Database, reason: Exception, probe: Callable[[Connection], int | None]) -> Path | None:
@@ -171,7 +171,7 @@ def set_aside(database: Database, reason: Exception, probe: Callable[[Connection
             with suppress(FileNotFoundError):
                 os.replace(f"{path}{suffix}", f"{target}{suffix}")
         os.replace(path, target)
-    logger.warning(
+    log.warning(
         "%s is no sound decision file (%s); it was set aside as %s and a new one begun", path, reason, target.name
     )
     return target
@@ -216,32 +216,32 @@ def _check_place(path: Path) -> None:
 
 def _check_readable(database: Database) -> None:
     def work(connection: Connection) -> tuple[int | None, list[str]]:
-        found = file_version(connection)
-        return found, [] if found is None or found < SCHEMA_VERSION else _table_faults(connection, found)
+        stored = file_version(connection)
+        return stored, [] if stored is None or stored < SCHEMA_VERSION else _table_faults(connection, stored)
 
     try:
-        found, faults = database.run(work)
+        stored, faults = database.run(work)
     except StoreError as error:
         if error.fault is Fault.DAMAGED and not meant_as_database(database.path):
             raise foreign(database.path) from error
         raise
-    if found is None:
+    if stored is None:
         raise StoreError(f"{database.path}: is empty, it holds no decisions yet", Fault.UNAVAILABLE)
-    if found < SCHEMA_VERSION:
+    if stored < SCHEMA_VERSION:
         raise StoreError(
-            f"{database.path}: has schema version {found}, this version of layout_tuner reads {SCHEMA_VERSION}; "
+            f"{database.path}: has schema version {stored}, this version of layout_tuner reads {SCHEMA_VERSION}; "
             "the first job or `tuner cache import` that may write it migrates it",
             Fault.OLDER,
         )
-    _require_none(database, found, faults)
+    _require_none(database, stored, faults)
 
 
-def _check_tables(database: Database, found: int) -> None:
+def _check_tables(database: Database, stored: int) -> None:
     """Refuses a file whose tables are not this product's."""
-    _require_none(database, found, database.run(functools.partial(_table_faults, found=found)))
+    _require_none(database, stored, database.run(functools.partial(_table_faults, stored=stored)))
 
 
-def _table_faults(connection: Connection, found: int) -> list[str]:
+def _table_faults(connection: Connection, stored: int) -> list[str]:
     """How tables differ from this product's: those of its version have to be its own, a later one's at least serve.
 
     What else a definition may say, as a foreign key that removes rows, would change what is stored.
@@ -253,15 +253,15 @@ def _table_faults(connection: Connection, found: int) -> list[str]:
         there = columns_of(defined.get(table, ""))
         if missing := _names(wanted) - _names(there):
             faults.append(f"{table} lacks {', '.join(sorted(missing))}")
-        elif found == SCHEMA_VERSION and there != wanted:
+        elif stored == SCHEMA_VERSION and there != wanted:
             faults.append(f"{table} is defined otherwise: {'; '.join(sorted(there ^ wanted))[:200]}")
     return faults
 
 
-def _require_none(database: Database, found: int, faults: list[str]) -> None:
+def _require_none(database: Database, stored: int, faults: list[str]) -> None:
     if faults:
-        prefix = f"{_newer(database.path, found)}: " if found > SCHEMA_VERSION else f"{database.path}: "
-        raise StoreError(prefix + "; ".join(faults), Fault.NEWER if found > SCHEMA_VERSION else Fault.FOREIGN)
+        prefix = f"{_newer(database.path, stored)}: " if stored > SCHEMA_VERSION else f"{database.path}: "
+        raise StoreError(prefix + "; ".join(faults), Fault.NEWER if stored > SCHEMA_VERSION else Fault.FOREIGN)
 
 
 @functools.cache
@@ -276,5 +276,5 @@ def _names(definitions: frozenset[str]) -> set[str]:
     return {each.partition(" ")[0] for each in definitions} - {"PRIMARY", "UNIQUE", "CONSTRAINT", "FOREIGN"}
 
 
-def _newer(path: Path, found: int) -> str:
-    return f"{path} has schema version {found}, this version of layout_tuner writes {SCHEMA_VERSION}"
+def _newer(path: Path, stored: int) -> str:
+    return f"{path} has schema version {stored}, this version of layout_tuner writes {SCHEMA_VERSION}"

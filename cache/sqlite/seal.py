@@ -15,7 +15,7 @@ from pathlib import Path
 
 from layout_tuner.errors import CacheError
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _MARK = b"layout_tuner-seal-sha256:"
 _DIGITS = 64
@@ -89,11 +89,9 @@ def warn_about(path: Path) -> None:
     """Says what makes a shared file doubtful: anybody may write it, or it is no export but a file in use."""
     with contextlib.suppress(OSError):
         if os.stat(path).st_mode & 0o002:
-            logger.warning("%s: anybody on this machine may write it; take that right away (chmod o-w)", path)
+            log.warning("%s: anybody on this machine may write it; take that right away (chmod o-w)", path)
         if Path(f"{path}-wal").exists():
-            logger.warning(
-                "%s: is in use by a writer, so what was written last is not seen; share an export of it", path
-            )
+            log.warning("%s: is in use by a writer, so what was written last is not seen; share an export of it", path)
 
 
 class _UnreadableSealError(Exception):
@@ -120,22 +118,22 @@ def _place(path: Path) -> int | None:
         size = 65536 if size == 1 else size
         file.seek((root - 1) * size)
         page = file.read(size)
-    found = _in_page(page, 100 if root == 1 else 0)
-    return None if found is None else (root - 1) * size + found
+    place = _in_page(page, 100 if root == 1 else 0)
+    return None if place is None else (root - 1) * size + place
 
 
 def _root_page(path: Path) -> int | None:
     """The page where the table of seals begins; None where there is no such table."""
     with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
         connection.execute("PRAGMA trusted_schema = OFF")
-        found = connection.execute(
+        row = connection.execute(
             "SELECT rootpage FROM sqlite_master WHERE type = 'table' AND name = 'seals'"
         ).fetchone()
-    if found is None:
+    if row is None:
         return None
-    if not isinstance(found[0], int) or found[0] < 1:
+    if not isinstance(row[0], int) or row[0] < 1:
         raise _UnreadableSealError
-    return found[0]
+    return row[0]
 
 
 def _in_page(page: bytes, start: int) -> int | None:

@@ -91,8 +91,8 @@ class SqlStore:
 
     def misses(self, environment: str | None = None) -> list[MissRecord]:
         """Every miss, the most frequent first; raises `StoreError`."""
-        found = self._database.run(lambda connection: queries.misses(connection, environment))
-        return sorted(found, key=frequency)
+        counts = self._database.run(lambda connection: queries.misses(connection, environment))
+        return sorted(counts, key=frequency)
 
     def each_miss(self) -> Iterator[MissRecord]:
         """Every miss, read page by page; raises `StoreError`."""
@@ -141,18 +141,28 @@ class SqlStore:
         Returns:
             How many keys there are, and the decisions of each.
         """
-        found = self._database.run(functools.partial(queries.newest_keys, environment=environment, op=op, like=like))
-        return len(found), self._groups(found)
+        keys = self._database.run(functools.partial(queries.newest_keys, environment=environment, op=op, like=like))
+        return len(keys), self._groups(keys)
 
     def key_hashes(self, *, environment: str | None = None, op: str | None = None, like: str | None = None) -> set[int]:
         """A number for each environment and key, the same in every store of this process; raises `StoreError`."""
         return self._database.run(functools.partial(queries.key_hashes, environment=environment, op=op, like=like))
 
-    def by_key(self) -> Iterator[list[DecisionRecord]]:
-        """The decisions of each environment and key, in the order of these, read page by page; raises `StoreError`."""
+    def by_key(
+        self, *, environment: str | None = None, op: str | None = None, most: int | None = None
+    ) -> Iterator[list[DecisionRecord]]:
+        """The decisions of each environment and key, in the order of these, read page by page; raises `StoreError`.
+
+        Args:
+            environment: Only of this environment.
+            op: Only of this op.
+            most: Keys of a page.
+        """
         after: tuple[object, ...] | None = ()
         while after is not None:
-            page, after = self._database.run(functools.partial(queries.page_by_key, after=after))
+            page, after = self._database.run(
+                functools.partial(queries.page_by_key, after=after, environment=environment, op=op, most=most)
+            )
             yield from page
 
     def _groups(self, ids: Sequence[int]) -> Iterator[list[DecisionRecord]]:

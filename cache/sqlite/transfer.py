@@ -9,13 +9,13 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..evidence import facts_order, imported, newer, storable
+from ..evidence import facts_order, newer, source_on, storable
 from ..records import MAX_MEASUREMENTS, DecisionRecord, mapping_text, time_text
 from ..validation import RefusedRowError
 from .bulk import Tally
 from .models import Decision, Environment, Measurement
-from .queries import DECISION_SLOT, slot_values, sound_facts
-from .rows import decision_record, environment_record
+from .queries import DECISION_SLOT, sound_facts
+from .rows import CheckedRow, check_decision_row, environment_record, record_of
 
 PAGE = 1000
 PAGES = 10
@@ -65,30 +65,53 @@ def transfer(connection: sqlite3.Connection, host: str | None, after: int) -> tu
         What became of them, and the row to go on after; None at the end.
     """
     tally = Tally()
-    # Millions of texts: what decodes them runs in C, and bytes that are no text become characters that say so.
-    connection.text_factory = functools.partial(str, encoding="utf-8", errors="replace")
+    connection.text_factory = str
     for _ in range(PAGES):
-        statement = f"SELECT {', '.join(_DECISION)} FROM source.decisions WHERE id > ? ORDER BY id LIMIT {PAGE}"
-        rows = connection.execute(statement, (after,)).fetchall()
-        if rows:
-            tally += _put(connection, rows, host)
-        if len(rows) < PAGE:
+        try:
+            done, following = _page(connection, host, after)
+        except sqlite3.OperationalError as error:
+            if "decode" not in str(error):
+                raise
+            # Bytes that are no text become characters that say so: slower, by a quarter of all that reading takes.
+            connection.text_factory = functools.partial(str, encoding="utf-8", errors="replace")
+            done, following = _page(connection, host, after)
+        tally += done
+        if following is None:
             return tally, None
-        after = rows[-1][0]
+        after = following
     return tally, after
+
+
+def _page(connection: sqlite3.Connection, host: str | None, after: int) -> tuple[Tally, int | None]:
+    """What `transfer` does, for one page; everything is read before anything is written."""
+    statement = f"SELECT {', '.join(_DECISION)} FROM source.decisions WHERE id > ? ORDER BY id LIMIT {PAGE}"
+    rows = connection.execute(statement, (after,)).fetchall()
+    done = _put(connection, rows, host) if rows else Tally()
+    return done, rows[-1][0] if len(rows) == PAGE else None
 
 
 class _Incoming:
     """A decision that may be stored, with its rows as they were read."""
 
-    __slots__ = ("measurements", "record", "row")
+    __slots__ = ("checked", "measurements", "row")
 
     def __init__(self, row: _Row, measurements: Sequence[_Row], host: str | None) -> None:
-        record = storable(_record(row, measurements))
-        self.record = imported(record, host) if host is not None else record
-        self.row = (*row[:_SOURCE], self.record.source, *row[_SOURCE + 1 :])
-        whole = len(record.measurements) == len(measurements)
-        self.measurements = measurements if whole else [each for each in measurements if each[_FAILURE] != "device"]
+        self.checked = _checked(row, measurements)
+        if host is not None:
+            self.checked["source"] = source_on(host, self.checked["source"], self.checked["host"])
+        self.row = (*row[:_SOURCE], self.checked["source"], *row[_SOURCE + 1 :])
+        # As `evidence.storable` has it.
+        self.measurements = [each for each in measurements if each[_FAILURE] != "device"]
+
+    @property
+    def slot(self) -> _Slot:
+        """Where it is stored."""
+        return tuple([self.checked[name] for name in DECISION_SLOT])
+
+    @property
+    def record(self) -> DecisionRecord:
+        """The decision itself, made when it is asked for: few have to be compared with another."""
+        return storable(record_of(self.checked))
 
     def is_stored_as(self, row: _Row, measurements: Sequence[_Row]) -> bool:
         """Whether rows say the very same."""
@@ -109,11 +132,12 @@ def _put(connection: sqlite3.Connection, rows: Sequence[_Row], host: str | None)
         except RefusedRowError:
             tally.refused += 1
             continue
-        slot = slot_values(found.record)
+        slot = found.slot
         if slot in wanted:
             # What was measured and what was imported of it may fall into one slot now.
             tally.kept += 1
-            if newer(wanted[slot].record, found.record) is wanted[slot].record:
+            known = wanted[slot].record
+            if newer(known, found.record) is known:
                 continue
         wanted[slot] = found
     obsolete = _settle(connection, wanted, tally)
@@ -133,7 +157,7 @@ def _settle(connection: sqlite3.Connection, wanted: dict[_Slot, _Incoming], tall
         known = connection.execute(_KNOWN, slot).fetchone()
         if known is None:
             continue
-        if isinstance(known[1], str) and known[1] < time_text(found.record.created_at):
+        if isinstance(known[1], str) and known[1] < time_text(found.checked["created_at"]):
             obsolete.append((known[0],))
         else:
             rivals[known[0]] = slot
@@ -158,7 +182,7 @@ def _stays(row: _Row, measurements: Sequence[_Row], found: _Incoming) -> bool:
     if found.is_stored_as(row, measurements):
         return True
     try:
-        known = _record(row, measurements)
+        known = record_of(_checked(row, measurements))
     except RefusedRowError:
         return False
     return newer(known, found.record) is known
@@ -166,7 +190,7 @@ def _stays(row: _Row, measurements: Sequence[_Row], found: _Incoming) -> bool:
 
 def _insert(connection: sqlite3.Connection, found: Iterable[_Incoming]) -> None:
     found = list(found)
-    places = sorted({each.record.environment for each in found})
+    places = sorted({each.checked["environment_id"] for each in found})
     # One that the other file has no sound account of still needs a row.
     connection.executemany(
         f"INSERT INTO main.environments (id, facts) VALUES (?, '{_NO_FACTS}') ON CONFLICT (id) DO NOTHING",
@@ -186,13 +210,13 @@ def _insert(connection: sqlite3.Connection, found: Iterable[_Incoming]) -> None:
 _KNOWN = f"SELECT id, created_at FROM main.decisions WHERE {' AND '.join(f'{name} = ?' for name in DECISION_SLOT)}"
 
 
-def _record(row: _Row, measurements: Sequence[_Row]) -> DecisionRecord:
-    """The decision of rows; raises `RefusedRowError`."""
+def _checked(row: _Row, measurements: Sequence[_Row]) -> CheckedRow:
+    """What the rows of a decision say; raises `RefusedRowError`."""
     named = dict(zip(_DECISION, row))
     # SQLite has no truth values; anything but its 0 and 1 stays what it is, and is refused.
     if type(row[_VARLEN]) is int and row[_VARLEN] in (0, 1):
         named["varlen"] = bool(row[_VARLEN])
-    return decision_record(named, [dict(zip(_MEASUREMENT, each)) for each in measurements])
+    return check_decision_row(named, [dict(zip(_MEASUREMENT, each)) for each in measurements])
 
 
 def _measurements(

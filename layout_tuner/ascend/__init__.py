@@ -1,1 +1,1 @@
-"""Ascend's own compiler, without an NPU: lowering, facts of the compiled kernel, native execution, prediction."""
+"""Ascend's own compiler, without an NPU: lowering, counts of the compiled kernel, native execution, prediction."""

@@ -1,27 +1,27 @@
 """An op's candidates on Ascend's compiler: the launches that the real host code makes, lowered and counted.
 
-Nothing is written twice: `OpSpec.bind` chooses tiles, grid and arguments for a chip with the target's cores, the
-launcher records what it would launch, and that is lowered.
+`OpSpec.bind` chooses tiles, grid and arguments for a chip with the target's cores, as for a real device; the launcher
+records the launches instead of making them, and these are lowered.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import torch
 
-from layout_tuner.ascend.compile.compiler import Answer, Compiler, Failure
-from layout_tuner.ascend.facts import BLOCK_BYTES, KernelFacts
-from layout_tuner.ascend.lowering import Launch, Pointer, parameters
-from layout_tuner.ascend.targets import Target
-from layout_tuner.device.driver import Chip
-from layout_tuner.errors import LayoutTunerError
-from layout_tuner.launch import launcher
-from layout_tuner.launch.prepared import Prepared
-from layout_tuner.spec.declaration import Candidate, OpSpec, Problem
-from layout_tuner.spec.keys import Key
-from layout_tuner.spec.operands import Call
-from layout_tuner.tuning.inputs import synthesize
+from ..device.driver import Chip
+from ..errors import LayoutTunerError
+from ..launch import launcher
+from ..launch.prepared import Prepared
+from ..spec.declaration import Candidate, OpSpec, Problem
+from ..spec.keys import Key
+from ..spec.operands import Call
+from ..tuning.inputs import synthesize
+from .compile.compiler import Answer, Compiler, Failure
+from .facts import BLOCK_BYTES, KernelFacts
+from .lowering import Launch, Pointer, parameters
+from .targets import Target
 
 _DTYPES: Final = {
     torch.bfloat16: "bf16",
@@ -35,22 +35,22 @@ _DTYPES: Final = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class KernelReport:
     """What the compiler made of one launch of a candidate.
 
     Attributes:
         kernel: Name.
         grid: Programs.
-        tasks: Tasks they share.
+        tasks: Tasks that the programs share.
         constexprs: The compile-time arguments, tiles among them.
         facts: Counts of one task; None where it did not compile.
-        error: Why it did not.
-        failure: Class of that reason.
+        error: Why it did not compile; empty where it did.
+        failure: Class of the failure.
         source: The Python line of the error.
-        overflow: `(memory, bytes wanted, bytes available)`, where that is why.
-        cached: The verdict came from the disk.
-        seconds: Time it took.
+        overflow: `(memory, bytes wanted, bytes available)` where a memory was too small.
+        cached: Whether the compiler's answer came from the disk.
+        seconds: Time that lowering and compiling took.
     """
 
     kernel: str
@@ -66,7 +66,7 @@ class KernelReport:
     seconds: float = 0.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CandidateReport:
     """What the compiler made of one candidate of a key.
 
@@ -75,12 +75,12 @@ class CandidateReport:
         key: The key.
         candidate: Text id of the candidate.
         revision: Its revision.
-        target: SoC.
-        compiler: Versions that this holds for.
+        target: Name of the target.
+        compiler: Versions of the compiler.
         kernels: Its launches, in order.
         relayout_bytes: Bytes read and written by the copies of time-axis tensors around the launches.
         error: Why there are no launches: the host code refused, or could not make the operands.
-        refusal: Class of that reason.
+        refusal: Class of that failure.
     """
 
     op: str
@@ -96,7 +96,7 @@ class CandidateReport:
 
     @property
     def ok(self) -> bool:
-        """Every launch compiled."""
+        """Whether every launch compiled."""
         return not self.error and all(kernel.facts is not None for kernel in self.kernels)
 
     @property
@@ -105,7 +105,7 @@ class CandidateReport:
         return self.refusal or next((kernel.failure for kernel in self.kernels if kernel.facts is None), "")
 
     def totals(self) -> dict[str, float]:
-        """Counts of the whole op: those of a task times the tasks of each launch; of memories the largest."""
+        """Counts of the whole op: the sum of each launch's, a task's times its tasks; of memory the largest."""
         totals: dict[str, float] = {}
         for kernel in self.kernels:
             if kernel.facts is None:
@@ -120,17 +120,16 @@ class CandidateReport:
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return {
-            **dataclasses.asdict(self),
+            **asdict(self),
             "ok": self.ok,
             "totals": self.totals(),
             "kernels": [
-                {**dataclasses.asdict(kernel), "facts": kernel.facts and kernel.facts.to_json()}
-                for kernel in self.kernels
+                {**asdict(kernel), "facts": kernel.facts and kernel.facts.to_json()} for kernel in self.kernels
             ],
         }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """One candidate of an op at a key."""
 
@@ -140,13 +139,20 @@ class Case:
 
 
 def chip_of(target: Target) -> Chip:
-    """The target as host code sees a device."""
-    return Chip(kind="npu", name=target.name, cube_programs=target.cube_cores, vector_programs=target.vector_cores)
+    """The chip that stands for a target in host code."""
+    return Chip(
+        kind="npu",
+        name=target.name,
+        cube_programs=target.cube_cores,
+        vector_programs=target.vector_cores,
+        buffers=target.generation != "A5",
+    )
 
 
-def cases_of(spec: OpSpec, key: Key) -> list[Case]:
-    """Every candidate of a key."""
-    return [Case(spec=spec, key=key, candidate=candidate) for candidate in spec.candidates(key)]
+def cases_of(spec: OpSpec, key: Key, target: Target | None = None) -> list[Case]:
+    """Every candidate of a key, on a target of which they are not all the same; None is one whose compiler buffers."""
+    buffers = target is None or chip_of(target).buffers
+    return [Case(spec=spec, key=key, candidate=candidate) for candidate in spec.candidates(key, buffers=buffers)]
 
 
 def launch_of(record: launcher.LaunchRecord) -> Launch:
@@ -156,6 +162,7 @@ def launch_of(record: launcher.LaunchRecord) -> Launch:
         grid=record.grid,
         arguments={name: _argument(value) for name, value in named_arguments(record).items()},
         constexprs=dict(record.constants),
+        multibuffer=record.options.get("multibuffer"),
     )
 
 
@@ -177,7 +184,7 @@ def launches(case: Case, target: Target, call: Call | None = None) -> tuple[list
 
     Args:
         case: The candidate.
-        target: For which chip.
+        target: The SoC to compile for.
         call: Arguments; None makes them from the key, without values: shapes and dtypes decide what is launched, and
             a key may be larger than this machine's memory.
     """
@@ -201,12 +208,12 @@ def compile_candidates(
 
     Args:
         cases: The candidates.
-        compiler: Whose target they are compiled for.
+        compiler: Compiles them, for its target.
         progress: Called with the number of kernels done and of all.
         timeout_s: Limit of one run of the compiler.
     """
     listed = list(cases)
-    found: list[list[Launch]] = []
+    by_case: list[list[Launch]] = []
     reports: list[CandidateReport] = []
     call: tuple[str, Key, Call] | None = None
     for case in listed:
@@ -226,16 +233,16 @@ def compile_candidates(
             made, relayout_bytes = [], 0
             # torch says so too where this machine's memory is too small: nothing that stays so.
             passing = isinstance(error, (RuntimeError, MemoryError))
-            report = dataclasses.replace(
+            report = replace(
                 report, error=f"{type(error).__name__}: {error}", refusal="device" if passing else "compile"
             )
-        found.append(made)
-        reports.append(dataclasses.replace(report, relayout_bytes=relayout_bytes))
-    flat = [launch for made in found for launch in made]
+        by_case.append(made)
+        reports.append(replace(report, relayout_bytes=relayout_bytes))
+    flat = [launch for made in by_case for launch in made]
     kernels = iter(_compiled(flat, compiler, progress, timeout_s))
     return [
-        dataclasses.replace(report, kernels=tuple(next(kernels) for _ in made))
-        for report, made in zip(reports, found, strict=True)
+        replace(report, kernels=tuple(next(kernels) for _ in made))
+        for report, made in zip(reports, by_case, strict=True)
     ]
 
 
@@ -282,7 +289,7 @@ def _report(launch: Launch, answer: Answer, compiler: Compiler) -> KernelReport:
 
 
 def differing_lines(reports: Sequence[CandidateReport]) -> list[tuple[str, str, list[float]]]:
-    """Where candidates differ: `(what, source line, its count in each)`, largest difference first.
+    """The counts in which candidates differ: `(what, source line, its count in each)`, largest difference first.
 
     Bytes are counted in blocks of 32, so that they compare with bursts and calls.
     """

@@ -6,15 +6,15 @@ never time: cycles are not in the module.
 """
 
 import collections
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any, Final, Literal
 
-from layout_tuner.ascend.mlir.parser import Location, MemRef, Operation, parse_module
-from layout_tuner.ascend.mlir.walk import Argument, View, Walk, core_of, entries
-from layout_tuner.ascend.targets import Target
+from .mlir.parser import Location, MemRef, Operation, parse_module
+from .mlir.walk import Argument, View, Walk, core_of, entries
+from .targets import Target
 
 # The engine that moves data works in blocks of this many bytes; a shorter burst costs a whole one.
 BLOCK_BYTES: Final = 32
@@ -24,20 +24,20 @@ WORKSPACE: Final = "workspace"
 Pattern = Literal["contiguous", "rows", "strided", "unknown"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Transfer:
     """Data moved between global and on-chip memory by one line of source, summed over its executions.
 
     Attributes:
-        route: From where to where, as `GM->UB`.
+        route: Source and destination memory, as `GM->UB`.
         argument: The kernel's argument, or `workspace`.
         pattern: `contiguous`: one run of bytes; `rows`: several; `strided`: single elements apart from each other.
         source: File and line.
         calls: Transfers.
         bytes: Bytes wanted.
         bursts: Runs of bytes.
-        short_bursts: Those under 32 bytes.
-        short_burst_bytes: Bytes wanted of those.
+        short_bursts: Bursts under 32 bytes.
+        short_burst_bytes: Bytes wanted of the short bursts.
     """
 
     route: str
@@ -52,11 +52,11 @@ class Transfer:
 
     @property
     def load(self) -> bool:
-        """Into on-chip memory."""
+        """Whether the transfer goes into on-chip memory."""
         return self.route.startswith("GM->")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Count:
     """How often something happens at a line of source."""
 
@@ -65,27 +65,27 @@ class Count:
     count: float
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class KernelFacts:
-    """What one program (or one task of it) does; `analyse` makes it.
+    """Counts of what one program (or one of its tasks) does; made by `analyse`.
 
     Attributes:
         kernel: Name.
-        target: SoC.
-        compiler: Versions that this holds for.
+        target: Name of the target.
+        compiler: Versions of the compiler.
         ub_bytes: Planned peak of a vector core's memory; `l1_bytes`, `l0c_bytes` are those of a cube core.
         workspace_plan_bytes: Global memory the compiler wants for each program.
-        split: The vector work is shared by both vector cores of a program; None where there is only one kind of core.
+        split: Whether both vector cores of a program share its vector work; None where there is only one kind of core.
         transfers: By route, argument, pattern and line.
         vector_calls: Vector operations by template.
         cube_calls: Matrix products by template.
         flops: Floating-point operations of the matrix products.
-        deinterleaves: Picking of one element of every n, which strided loads need.
+        deinterleaves: Operations that pick one element of every n, as strided loads need.
         transposes: Transpositions on chip.
         scalarised: Elements computed one at a time.
         scalar_loads: Single elements read from global memory.
         syncs: Flags and barriers.
-        notes: What the compiler gave up in order to succeed.
+        notes: Optimisations that the compiler gave up in order to succeed.
         unknown: Branches and loops whose outcome depends on data; where there are any, counts are a lower bound.
     """
 
@@ -150,7 +150,7 @@ class KernelFacts:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, with the totals under `summary`."""
-        return {**dataclasses.asdict(self), "summary": self.summary()}
+        return {**asdict(self), "summary": self.summary()}
 
 
 def _total(counts: Iterable[Count]) -> float:
@@ -176,7 +176,7 @@ def analyse(
         arguments: The kernel's arguments by name, in order: numbers, contents of integer arrays, None for pointers.
         grid: Programs of the launch.
         kernel: Name, target, compiler: for the record.
-        target: SoC.
+        target: Name of the target.
         compiler: Versions.
         notes: The compiler's notes.
         programs: Programs to follow.
@@ -244,7 +244,7 @@ def bursts_of(sizes: Sequence[int], strides: Sequence[int], bits: int) -> tuple[
     return number, max(1, run * bits // 8), "strided" if strided else "contiguous" if number == 1 else "rows"
 
 
-@dataclasses.dataclass
+@dataclass
 class _Totals:
     calls: int = 0
     bytes: int = 0
@@ -254,7 +254,7 @@ class _Totals:
 
 
 class _Counter:
-    """A visitor that adds up."""
+    """A visitor that counts."""
 
     def __init__(self) -> None:
         self.flops = 0

@@ -1,19 +1,19 @@
 """From a kernel's launch to a request to the compiler, and from its answer to facts.
 
-A `Launch` says what the host code would launch: the kernel, the grid, the arguments' types and values, the constexprs.
+A `Launch` is a launch that the host code would make: kernel, grid, types and values of arguments, constexprs.
 `layout_tuner.launch.launcher` records them from the real host code, so tiles, grids and arguments are written in
 one place.
 """
 
-import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from layout_tuner.ascend.compile.compiler import Answer, Constexpr, Request
-from layout_tuner.ascend.facts import KernelFacts, analyse
-from layout_tuner.ascend.mlir.walk import Argument
+from .compile.compiler import Answer, Constexpr, Request
+from .facts import KernelFacts, analyse
+from .mlir.walk import Argument
 
 _ALIGNMENT: Final = 16
 _INT32: Final = range(-(1 << 31), 1 << 31)
@@ -23,7 +23,7 @@ _SAMPLES: Final = 8
 TASKS: Final = ("TASKS", "n_tasks")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Parameter:
     """A parameter of a kernel."""
 
@@ -49,13 +49,13 @@ def parameters(kernel: Any) -> tuple[Parameter, ...]:
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Pointer:
     """A tensor argument.
 
     Attributes:
         dtype: Triton's name of the element type, as `bf16`.
-        aligned: The address is a multiple of 16 bytes.
+        aligned: Whether the address is a multiple of 16 bytes.
         contents: The values, where they decide what the kernel does (sequence starts, chunk indices).
     """
 
@@ -67,7 +67,7 @@ class Pointer:
 RunTimeArgument = Pointer | int | float | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Launch:
     """One launch of a kernel.
 
@@ -76,12 +76,14 @@ class Launch:
         grid: Programs.
         arguments: Run-time arguments by name.
         constexprs: Compile-time arguments by name.
+        multibuffer: Whether the compiler buffers what loops load several times; None leaves it to the target.
     """
 
     kernel: Any
     grid: int
     arguments: Mapping[str, RunTimeArgument]
     constexprs: Mapping[str, Constexpr]
+    multibuffer: bool | None = None
 
     @property
     def name(self) -> str:
@@ -98,7 +100,7 @@ class Launch:
         return self.grid
 
     def request(self, **settings: Any) -> Request:
-        """What to ask the compiler.
+        """The request to the compiler for this launch.
 
         Args:
             settings: Further fields of `Request`.
@@ -129,6 +131,7 @@ class Launch:
             kernel=self.kernel.fn.__qualname__,
             signature=signature,
             constexprs=dict(self.constexprs),
+            multibuffer=self.multibuffer,
             divisible_by_16=divisible,
             equal_to_1=ones,
             packages={package: folder} if package else {},
@@ -146,7 +149,7 @@ class Launch:
         return values
 
     def facts(self, answer: Answer, *, target: str, compiler: str, per_task: bool = True) -> KernelFacts:
-        """The counts of one task, or of one program, of this launch; of packed batches an average over some."""
+        """The counts of one task, or of one program, of this launch; of packed batches the average of some programs."""
         if answer.hivm is None:
             raise ValueError(f"{self.name} did not compile: {answer.error}")
         # One task per program: what a program does is then what a task costs.
@@ -163,7 +166,7 @@ class Launch:
         )
 
     def _sample(self, grid: int) -> Sequence[int]:
-        """Programs to average over: the first where all do the same, else some from the whole range."""
+        """The programs to average over: the first where all do the same, else some, spread over the grid."""
         steered = any(isinstance(value, Pointer) and value.contents for value in self.arguments.values())
         return range(0, grid, max(1, -(-grid // _SAMPLES))) if steered else (0,)
 

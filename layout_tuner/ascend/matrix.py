@@ -1,19 +1,19 @@
-"""What every candidate of every op has to meet on Ascend's compiler.
+"""The matrix: what every candidate of every op has to meet on Ascend's compiler.
 
 `cases` lists the matrix, `complaints` says what is wrong with one compiled candidate. The tests run it; the generated
 table shows it.
 """
 
-import dataclasses
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
-from layout_tuner.ascend.candidates import CandidateReport, Case, cases_of
-from layout_tuner.ascend.targets import target_named
-from layout_tuner.spec import calls
-from layout_tuner.spec.declaration import OpSpec
-from layout_tuner.spec.keys import Form, Key
-from layout_tuner.spec.layouts import Layout
+from ..spec import calls
+from ..spec.declaration import SINGLE_BUFFER, OpSpec
+from ..spec.keys import Form, Key
+from ..spec.layouts import Layout
+from .candidates import CandidateReport, Case, cases_of
+from .targets import target_named
 
 TARGET: Final = "Ascend910B3"
 OTHER_TARGETS: Final = ("Ascend910_9391", "Ascend950PR_9589")
@@ -26,7 +26,7 @@ WIDEST_WITHOUT_NOTES: Final = 128
 
 
 def key(spec: OpSpec, K: int, V: int, dtype: str, packed: bool, form: Form, T: int = 2048) -> Key:
-    """A key of the gate: the published kernels' shape, with other widths."""
+    """A key of the matrix: the published kernels' shape, with other widths."""
     sizes = {"B": 1 if packed else 2, "T": T, "H": 4, "HV": 8, "K": K, "V": V}
     return Key(
         op=spec.name,
@@ -51,22 +51,22 @@ def keys(spec: OpSpec, widths: Sequence[tuple[int, int]] = WIDTHS, T: int = 2048
                         yield made
 
 
-def refused(spec: OpSpec, found: Key) -> bool:
-    """The op says that no kernel serves the key."""
-    return bool([*calls.common_reasons(spec, found), *spec.unsupported(found)])
+def refused(spec: OpSpec, wanted: Key) -> bool:
+    """Whether the op says that no kernel serves the key."""
+    return bool([*calls.common_reasons(spec, wanted), *spec.unsupported(wanted)])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Part:
     """Part of the matrix: one op on one target, in one width, dtype and kind of batch.
 
     Attributes:
         op: Name of the op.
-        target: SoC.
+        target: Name of the target.
         K: Head size of q and k; 0 for an op without.
         V: Head size of v; 0 for an op without.
         dtype: Of the operands.
-        packed: Packed batches, or dense ones.
+        packed: Whether batches are packed.
     """
 
     op: str
@@ -81,7 +81,7 @@ class Part:
 
     @property
     def sampled(self) -> bool:
-        """Part of every check, where the whole matrix would take too long.
+        """Whether `make ascend-test` tests the part; the whole matrix would take too long there.
 
         Of the first target half of the parts: with every candidate, every two of width, dtype and kind of batch meet.
         Of the others one part an op. What has no widths is cheap. Of the chain, whose kernels are the other ops', a
@@ -97,25 +97,31 @@ class Part:
 
 def parts(spec: OpSpec, target: str = TARGET) -> list[Part]:
     """The parts in which an op is checked on a target: all widths on the first, the narrowest on the others."""
-    found = [
+    listed = [
         Part(op=spec.name, target=target, K=each.K, V=each.V, dtype=each.dtype, packed=each.varlen)
         for each in keys(spec, WIDTHS if target == TARGET else WIDTHS[:1])
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(listed))
 
 
 def cases(spec: OpSpec, part: Part) -> list[Case]:
-    """Every candidate of a part."""
+    """Every candidate of a part; those without multi-buffering in the narrowest width only, where most is buffered."""
     return [
         case
-        for found in keys(spec, [(part.K, part.V)])
-        if (found.dtype, found.varlen) == (part.dtype, part.packed)
-        for case in cases_of(spec, found)
+        for wanted in keys(spec, [(part.K, part.V)])
+        if (wanted.dtype, wanted.varlen) == (part.dtype, part.packed)
+        for case in cases_of(spec, wanted, target_named(part.target))
+        if part.K in (0, WIDTHS[0][0]) or not single_buffered(case)
     ]
 
 
+def single_buffered(case: Case) -> bool:
+    """The candidate is compiled without multi-buffering."""
+    return case.candidate.variant.endswith(f"+{SINGLE_BUFFER}")
+
+
 def contiguous(case: Case) -> bool:
-    """The candidate has every time-axis operand contiguous along time."""
+    """Whether the candidate has every time-axis operand contiguous along time."""
     layouts = [layout for _, layout in case.candidate.plan.layouts]
     return bool(layouts) and all(layout is Layout.T_CONTIG for layout in layouts)
 
@@ -125,38 +131,38 @@ def complaints(case: Case, report: CandidateReport) -> list[str]:
     if report.error:
         return [report.error]
     target = target_named(report.target)
-    found = []
+    faults = []
     for kernel in report.kernels:
         if kernel.facts is None:
             where = f" [{kernel.source}]" if kernel.source else ""
-            found.append(f"{kernel.kernel}: does not compile: {kernel.error}{where}")
+            faults.append(f"{kernel.kernel}: does not compile: {kernel.error}{where}")
             continue
         facts = kernel.facts
-        found += [f"{kernel.kernel}: {over}" for over in facts.over(target)]
-        found += [f"{kernel.kernel}: control flow unknown at {count.source}" for count in facts.unknown]
+        faults += [f"{kernel.kernel}: {over}" for over in facts.over(target)]
+        faults += [f"{kernel.kernel}: control flow unknown at {count.source}" for count in facts.unknown]
         if max(case.key.K, case.key.V) <= WIDEST_WITHOUT_NOTES:
-            found += [f"{kernel.kernel}: {note}" for note in facts.notes]
+            faults += [f"{kernel.kernel}: {note}" for note in facts.notes]
         if not contiguous(case):
             continue
         for transfer in facts.transfers:
             if transfer.pattern == "strided":
-                found.append(f"{kernel.kernel}: {transfer.route} {transfer.argument} is strided at {transfer.source}")
+                faults.append(f"{kernel.kernel}: {transfer.route} {transfer.argument} is strided at {transfer.source}")
             elif transfer.short_bursts and transfer.pattern != "contiguous" and not case.key.varlen:
                 # A contiguous burst, or a row of a packed batch, is short only where a sequence ends: nothing could
                 # make it longer. Rows of dense batches are whole chunks here.
-                found.append(
+                faults.append(
                     f"{kernel.kernel}: {transfer.route} {transfer.argument}: {transfer.short_bursts:g} bursts under "
                     f"32 bytes at {transfer.source}"
                 )
         for name in ("deinterleaves", "scalarised"):
-            found += [
+            faults += [
                 f"{kernel.kernel}: {count.count:g} {name} at {count.source} ({count.name})"
                 for count in getattr(facts, name)
             ]
-    return found
+    return faults
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """A candidate and what is wrong with it."""
 
@@ -165,11 +171,11 @@ class Row:
     complaints: tuple[str, ...]
 
 
-def rows(found: Sequence[Case], reports: Sequence[CandidateReport]) -> list[Row]:
+def rows(compiled: Sequence[Case], reports: Sequence[CandidateReport]) -> list[Row]:
     """Cases with their reports, judged."""
     return [
         Row(case=case, report=report, complaints=tuple(complaints(case, report)))
-        for case, report in zip(found, reports, strict=True)
+        for case, report in zip(compiled, reports, strict=True)
     ]
 
 

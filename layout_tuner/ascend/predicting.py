@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 def environment_record(target: str, compiler: str) -> Any:
-    """The namespace of predictions for a SoC."""
+    """The environment that predictions for a target are stored under."""
     from layout_tuner.cache.records import EnvironmentRecord
-    from layout_tuner.device.environment import PREDICTED
+
+    from ..device.environment import PREDICTED
 
     return EnvironmentRecord(id=f"{PREDICTED}{target}", facts={"model": target, "compiler": compiler})
 
@@ -26,12 +27,13 @@ def decision_record(
     spec: OpSpec, key: Key, reports: Sequence[CandidateReport], prediction: Prediction, target: str
 ) -> DecisionRecord:
     """A prediction as the cache stores it: counts and the compiler's version as evidence, and no time."""
-    from layout_tuner import __version__
-    from layout_tuner.ascend.candidates import chip_of
-    from layout_tuner.ascend.targets import target_named
     from layout_tuner.cache.records import DecisionRecord
-    from layout_tuner.device.environment import PREDICTED
-    from layout_tuner.tuning.records import key_record
+
+    from .. import __version__
+    from ..device.environment import PREDICTED
+    from ..tuning.records import key_record
+    from .candidates import chip_of
+    from .targets import target_named
 
     return DecisionRecord(
         key=key_record(key),
@@ -46,7 +48,7 @@ def decision_record(
 
 
 def measurement_record(report: CandidateReport, prediction: Prediction) -> MeasurementRecord:
-    """What was counted of a candidate."""
+    """A candidate's counts as the cache stores them."""
     from layout_tuner.cache.records import MeasurementRecord
 
     if not report.ok:

@@ -1,16 +1,16 @@
 """Which candidate to start from, predicted from the compiled kernels' counts.
 
-No time is estimated: cycles are not in the compiler's output. `RULE` counts what the chip has to start, each thing
-once, without weights, and the candidate with the least is predicted. Any measurement replaces a prediction.
+No time is estimated: cycles are not in the compiler's output. `RULE` counts what the SoC has to start, each thing
+once, without weights, and the candidate with the fewest is predicted. Any measurement replaces a prediction.
 """
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
-from layout_tuner.ascend.candidates import CandidateReport
-from layout_tuner.ascend.facts import BLOCK_BYTES
-from layout_tuner.ascend.published import PublishedKernel
+from .candidates import CandidateReport
+from .facts import BLOCK_BYTES
+from .published import PublishedKernel
 
 RULE: Final = (
     "Work units of a candidate, over all tasks of all its launches: one for each 32-byte block moved between global "
@@ -21,14 +21,14 @@ RULE: Final = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What to start from at a key, and why.
+    """The candidate predicted for a key, and why.
 
     Attributes:
         candidate: Text id.
         units: Work units of each candidate that compiled, by id.
-        rejected: Why others did not, by id.
+        rejected: Why the others did not compile, by id.
         evidence: Counts of each candidate and the compiler's versions, as plain data.
     """
 

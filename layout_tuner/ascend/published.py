@@ -4,11 +4,11 @@ Shape B=2 T=2048 H=4 HV=8 K=V=64, chunks of 64, bf16; counts of one program or t
 stride-HV. The times are those published with the kernels, of the kernels alone on an Ascend NPU at that shape.
 """
 
-import dataclasses
+from dataclasses import dataclass
 from typing import Final
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class PublishedKernel:
     """One row.
 

@@ -1,19 +1,19 @@
-"""The Ascend chips that the compiler knows, with their cores and on-chip memories.
+"""The targets of Ascend's compiler: SoCs, with their cores and on-chip memories.
 
 The numbers are the compiler's own: what `bishengir-compile` 1.2.0 attaches to a module compiled for the target
 (`dlti.target_system_spec`). The memory of a vector core is UB, those of a cube core are L1 and L0C.
 """
 
-import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final, Literal
 
-from layout_tuner.errors import ConfigError
+from ..errors import ConfigError
 
 Generation = Literal["A2", "A3", "A5"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Target:
     """One SoC as the compiler sees it."""
 

@@ -15,13 +15,13 @@ from types import FrameType
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """Ends the process at once: on the way in and on the way out there is nothing to put in order."""
+    """Ends the process at once; before and after a command there is nothing to clean up."""
     os.write(2, b"interrupted\n")
     os._exit(130)
 
 
 def _on_interrupt(handler: signal._HANDLER, instead_of: signal._HANDLER) -> None:
-    """What Ctrl-C does from now on, unless somebody else has decided that."""
+    """Set the handler of Ctrl-C, unless another one was set."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is instead_of:
         signal.signal(signal.SIGINT, handler)
 
@@ -31,7 +31,7 @@ _on_interrupt(_stop, signal.default_int_handler)
 
 import typer  # noqa: E402
 
-from . import cache, doctor, explain, show, warmup  # noqa: E402
+from . import cache, doctor, explain, selftest, shapes, show, warmup  # noqa: E402
 from .common import exit_on_bad_input, version_option  # noqa: E402
 
 app = typer.Typer(
@@ -44,9 +44,11 @@ app = typer.Typer(
 )
 app.callback()(version_option)
 app.command("warmup")(warmup.warmup)
+app.command("shapes")(shapes.shapes)
 app.command("show")(show.show)
 app.command("explain")(explain.explain)
 app.command("doctor")(doctor.doctor)
+app.command("selftest")(selftest.selftest)
 app.add_typer(cache.app)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, closing
 from datetime import UTC, datetime, timedelta
 from itertools import islice
@@ -62,8 +62,17 @@ def export(
     with _existing(cache, config) as store:
         _require_decisions(store, environment, op)
         if pin is not None:
-            chosen = list(believed_by_key(store, environment=environment, op=op))
-            digest, path, number = write_pins(pin, chosen), pin, len(chosen)
+            number = 0
+            with progress_bar() as progress:
+
+                def chosen() -> Iterator[DecisionRecord]:
+                    nonlocal number
+                    for record in believed_by_key(store, environment=environment, op=op):
+                        number += 1
+                        progress("pinning", number, None)
+                        yield record
+
+                digest, path = write_pins(pin, chosen()), pin
         else:
             assert out is not None
             with progress_bar() as progress:
@@ -152,7 +161,7 @@ def diff(
 
     require_shared((one, other))
     with open_shared(one) as first, open_shared(other) as second:
-        found = differences(first, second)
+        differing = differences(first, second)
         if json:
             rows = (
                 {
@@ -161,12 +170,12 @@ def diff(
                     "one": _choice_json(each.one),
                     "other": _choice_json(each.other),
                 }
-                for each in found
+                for each in differing
             )
             print_json_list("differences", rows)
             return
-        shown = list(islice(found, LINES))
-        more = sum(1 for _ in found)
+        shown = list(islice(differing, LINES))
+        more = sum(1 for _ in differing)
     if not shown:
         typer.echo("no differences")
         return
@@ -208,12 +217,26 @@ def prune(
         typer.echo(f"{removed} {'orphans' if orphans else 'decisions'} removed")
 
 
-def examine_cache(cache: str | None, config: Path | None, json: bool) -> None:
-    """Print what is wrong or doubtful with a decision file; exit status 1 where something is wrong."""
-    from layout_tuner.cache.sharing.doctor import examine, examine_server
+def examine_cache(cache: str | None, config: Path | None, json: bool, *, installation: bool = False) -> None:
+    """Print what is wrong or doubtful with a decision file; exit status 1 where something is wrong.
+
+    Args:
+        cache: The file, or a server's URL; None takes the settings' one.
+        config: Settings.
+        json: Whether to print JSON.
+        installation: Whether to say first what is wrong with the installation.
+    """
+    from layout_tuner.cache.sharing.doctor import Finding, examine, examine_server
+
+    from ..installation import faults
 
     place = stated_path(cache, config)
-    findings = examine_server(place) if isinstance(place, str) else examine(place)
+    findings: list[Finding] = []
+    if installation:
+        found = faults()
+        findings += [Finding(level="error", subject=each.subject, text=f"{each.text}: {each.cure}") for each in found]
+        findings += [] if found else [Finding(level="ok", subject="installation", text="nothing is in the way")]
+    findings += examine_server(place) if isinstance(place, str) else examine(place)
     if json:
         rows = [{"level": each.level, "subject": each.subject, "text": each.text} for each in findings]
         print_json({"path": _shown(place), "findings": rows})
@@ -226,13 +249,14 @@ def examine_cache(cache: str | None, config: Path | None, json: bool) -> None:
 
 
 def stated_path(cache: str | None, config: Path | None) -> Path | str:
-    """The file that a command looks at, or a server's URL; one that was typed in has to be there.
+    """The file that a command reads, or a server's URL; one that was typed in has to exist.
 
     Raises:
-        CacheError: It is not.
+        CacheError: It does not exist.
     """
     from layout_tuner.cache.places.opening import default_path, require_existing
-    from layout_tuner.config import Config
+
+    from ..config import Config
 
     if cache is not None:
         if "://" in cache:
@@ -252,7 +276,7 @@ def _shown(place: Path | str) -> str:
 
 
 def _existing(cache: str | None, config: Path | None) -> AbstractContextManager[Store | FolderStore | ServerStore]:
-    """The store for reading; it has to be there, and no export that was changed: nothing is sealed on its word."""
+    """The store for reading; raises where there is none, or where it is an export that was changed."""
     from layout_tuner.cache.places.opening import open_existing
     from layout_tuner.cache.places.server import ServerStore
     from layout_tuner.cache.sharing.share import require_unbroken
@@ -266,12 +290,12 @@ def _existing(cache: str | None, config: Path | None) -> AbstractContextManager[
 def _store(
     cache: str | None, config: Path | None, *, existing: bool = False
 ) -> AbstractContextManager[Store | FolderStore | ServerStore]:
-    """The store for writing, whose trouble is this command's: it has no use for memory in its place.
+    """The store for writing, without a guard: where it fails, the command fails.
 
     Args:
         cache: The file, or a server's URL.
         config: Settings.
-        existing: Whether it has to be there, and sound.
+        existing: Whether the store has to exist and be sound.
     """
     from layout_tuner.cache.places.opening import (
         default_path,
@@ -280,7 +304,8 @@ def _store(
         require_no_export,
     )
     from layout_tuner.cache.places.server import ServerStore
-    from layout_tuner.config import Config
+
+    from ..config import Config
 
     if cache is not None and "://" in cache:
         return closing(ServerStore(cache, create=not existing))
@@ -292,19 +317,20 @@ def _store(
     return closing(open_path(path))
 
 
-def require_known_op(found: Iterable[object], op: str | None) -> None:
+def require_known_op(decisions: Iterable[object], op: str | None) -> None:
     """Raises `ConfigError` for an op that has no decision and does not exist: a typo."""
-    if op is None or "." in op or next(iter(found), None) is not None:
+    if op is None or "." in op or next(iter(decisions), None) is not None:
         return
     import layout_tuner.ops  # noqa: F401  registers every op
-    from layout_tuner.spec import registry
+
+    from ..spec import registry
 
     registry.lookup(op)
 
 
 def _require_decisions(store: Store | FolderStore | ServerStore, environment: str | None, op: str | None) -> None:
     """Raises `CacheError` where nothing is to be exported: a typo must not replace an export by an empty one."""
-    from layout_tuner.errors import CacheError
+    from ..errors import CacheError
 
     if next(store.decisions(environment=environment, op=op), None) is not None:
         return
@@ -322,12 +348,12 @@ def _require_decisions(store: Store | FolderStore | ServerStore, environment: st
 
 
 def _moment(text: str) -> datetime:
-    """The moment that lies an age before now; raises `typer.BadParameter`."""
-    found = re.fullmatch(r"(\d{1,6})([hdw])", text.strip())
-    if found is None:
+    """The moment that is an age (`30d`) before now; raises `typer.BadParameter`."""
+    match = re.fullmatch(r"(\d{1,6})([hdw])", text.strip())
+    if match is None:
         raise typer.BadParameter(f"{text!r} is no age; wanted a number and h, d or w, as in 30d")
     try:
-        return datetime.now(UTC) - timedelta(**{_AGE_UNITS[found[2]]: int(found[1])})
+        return datetime.now(UTC) - timedelta(**{_AGE_UNITS[match[2]]: int(match[1])})
     except OverflowError:
         raise typer.BadParameter(f"{text!r} reaches back before the year 1") from None
 
@@ -342,7 +368,7 @@ def _tally_json(tally: Tally) -> dict[str, int]:
 
 
 def _key_text(key: KeyRecord) -> str:
-    from layout_tuner.spec.keys import Key
+    from ..spec.keys import Key
 
     return str(Key(**{name: getattr(key, name) for name in Key.__dataclass_fields__}))
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from layout_tuner import __version__
+from .. import __version__
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,7 +46,7 @@ def version_option(
 
 
 class _OneLine(logging.Formatter):
-    """A record is one line, whatever was stored in what it quotes."""
+    """Formats a log record as one line, whatever its texts hold."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = plain(record.message)
@@ -83,10 +83,10 @@ def plain_lines(text: object) -> str:
 def exit_on_bad_input() -> Iterator[None]:
     """Turn what may go wrong into one message on stderr and an exit status, and Ctrl-C into 130.
 
-    What cannot be used as it was given is bad input; what failed while it was worked on is a failure. With `--json`
-    the message is on stdout too, as an object, unless something else is there already.
+    Input that cannot be used gives status 2, a failure at work 1. With `--json` the message goes to stdout too, as an
+    object, unless something was printed there already.
     """
-    from layout_tuner.errors import LayoutTunerError
+    from ..errors import LayoutTunerError
 
     _prepare_streams()
     try:
@@ -101,6 +101,13 @@ def exit_on_bad_input() -> Iterator[None]:
         _fail(error.format_message(), BAD_INPUT, said=True)  # type: ignore[attr-defined]
     except LayoutTunerError as error:
         _fail(str(error), FAILED if failed_at_work(error) else BAD_INPUT)
+    except (ImportError, RuntimeError) as error:
+        from ..installation import explained
+
+        told = explained(error)
+        if told is None:
+            raise
+        _fail(str(told), FAILED)
     except OSError as error:
         if _output_lost():
             if error.errno != errno.EPIPE:
@@ -129,7 +136,7 @@ def _fail(message: str, status: int, *, said: bool = False) -> NoReturn:
 
 
 def _prepare_streams() -> None:
-    """Streams that print every text: what an encoding lacks is spelled out."""
+    """Let stdout and stderr print every text: characters that the encoding lacks are escaped."""
     global _printed
     _printed = False
     if sys.stderr is None:
@@ -143,7 +150,7 @@ def _prepare_streams() -> None:
 
 
 def _output_lost() -> bool:
-    """Whether stdout takes nothing any more; what waits to be written is then given up."""
+    """Whether stdout can no longer be written to; text that waits to be written is then dropped."""
     try:
         # What failed may not have been kept, so a flush alone would not show it.
         sys.stdout.write("\n")
@@ -157,18 +164,18 @@ def _output_lost() -> bool:
 
 def failed_at_work(error: Exception) -> bool:
     """Whether what was given could be used, and something failed all the same: a key, a disk, another writer."""
-    from layout_tuner.errors import TuningError
+    from ..errors import InstallationError, TuningError
 
     fault = getattr(error, "fault", None)
-    return isinstance(error, TuningError) or getattr(fault, "value", "") in ("busy", "read only")
+    return isinstance(error, (TuningError, InstallationError)) or getattr(fault, "value", "") in ("busy", "read only")
 
 
 def use_interpreter_on_cpu(device: str | None) -> None:
-    """Turn Triton's interpreter on, before Triton is imported, where the CPU is what there is or is asked for."""
-    from layout_tuner import config
+    """Turn Triton's interpreter on, before Triton is imported, where the command runs on the CPU."""
+    from .. import config
 
     if device is None:
-        from layout_tuner.device import driver
+        from ..device import driver
 
         device = driver.resolve().type
     if device == "cpu":
@@ -176,7 +183,7 @@ def use_interpreter_on_cpu(device: str | None) -> None:
 
 
 def console(stderr: bool = False) -> Console:
-    """Where tables (stdout) or progress (stderr) go; plain and wide where that is no terminal."""
+    """The console of stdout (tables) or stderr (progress); plain and wide where the stream is no terminal."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
@@ -193,7 +200,7 @@ def print_json(content: object) -> None:
 
 
 def print_json_list(name: str, rows: Iterable[object], more: Mapping[str, object] | None = None) -> None:
-    """One JSON object on stdout that holds a list, written row by row, and before it what else is to be said."""
+    """Print one JSON object that holds a list, row by row, after its other members."""
     global _printed
     first = True
     for row in rows:
@@ -212,7 +219,7 @@ def print_json_list(name: str, rows: Iterable[object], more: Mapping[str, object
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int | None], None]]:
-    """A bar on stderr, where that is a terminal; gives what is told what is done, how much of it, and of how much."""
+    """A bar on stderr, if that is a terminal; gives a function that takes a text, the count done and the total."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     out = console(stderr=True)

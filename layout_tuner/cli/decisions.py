@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from layout_tuner.cli.common import microseconds, percent, plain, scientific
+from .common import microseconds, percent, plain, scientific
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,12 +28,12 @@ def decision_table(rows: Iterable[tuple[DecisionRecord, str]]) -> Table:
     """A row for every candidate of every decision.
 
     Args:
-        rows: Decisions, each with a word on how it came about in this run.
+        rows: Decisions, each with a word on its origin, such as `tuned now`.
     """
     from rich.table import Table
 
     rows = list(rows)
-    counted = any(found.counts for decision, _ in rows for found in decision.measurements)
+    counted = any(measurement.counts for decision, _ in rows for measurement in decision.measurements)
     table = Table(show_lines=False, pad_edge=False)
     for heading in ("op", "key", "candidate"):
         table.add_column(heading, overflow="fold")
@@ -45,20 +45,20 @@ def decision_table(rows: Iterable[tuple[DecisionRecord, str]]) -> Table:
     for decision, word in rows:
         key = decision.key
         first = True
-        for found in decision.measurements:
-            wins = found.candidate == decision.candidate
-            default = found.candidate == decision.default_candidate
-            note = f"WINNER ({word})" if wins else (f"{found.state}: {found.reason}" if found.state != "ok" else "")
+        for each in decision.measurements:
+            wins = each.candidate == decision.candidate
+            default = each.candidate == decision.default_candidate
+            note = f"WINNER ({word})" if wins else (f"{each.state}: {each.reason}" if each.state != "ok" else "")
             table.add_row(
                 plain(key.op) if first else "",
                 key_cell(key) if first else "",
-                plain(found.candidate) + (" (default)" if default else ""),
-                microseconds(found.end_to_end_us),
-                microseconds(found.kernel_us),
-                microseconds(found.relayout_us),
-                scientific(found.error),
-                "" if default else against_default(decision, found.end_to_end_us),
-                *([work_units(found)] if counted else []),
+                plain(each.candidate) + (" (default)" if default else ""),
+                microseconds(each.end_to_end_us),
+                microseconds(each.kernel_us),
+                microseconds(each.relayout_us),
+                scientific(each.error),
+                "" if default else against_default(decision, each.end_to_end_us),
+                *([work_units(each)] if counted else []),
                 plain(note),
             )
             first = False
@@ -72,9 +72,9 @@ def decision_table(rows: Iterable[tuple[DecisionRecord, str]]) -> Table:
     return table
 
 
-def work_units(found: MeasurementRecord) -> str:
-    """What a prediction rests on: counts of the compiler, not times."""
-    number = found.counts.get("work units")
+def work_units(measurement: MeasurementRecord) -> str:
+    """The work units that a prediction rests on; they are counts, not times."""
+    number = measurement.counts.get("work units")
     return f"{number:,.0f}" if isinstance(number, int | float) else "-"
 
 
@@ -105,21 +105,21 @@ def decision_json(decision: DecisionRecord) -> dict[str, Any]:
         "version": decision.version,
         "measurements": [
             {
-                "candidate": found.candidate,
-                "state": found.state,
-                "reason": found.reason,
-                "end_to_end_us": found.end_to_end_us,
-                "kernel_us": found.kernel_us,
-                "relayout_us": found.relayout_us,
-                "error": found.error,
-                "samples_us": list(found.samples),
-                **counts(found.counts),
+                "candidate": measurement.candidate,
+                "state": measurement.state,
+                "reason": measurement.reason,
+                "end_to_end_us": measurement.end_to_end_us,
+                "kernel_us": measurement.kernel_us,
+                "relayout_us": measurement.relayout_us,
+                "error": measurement.error,
+                "samples_us": list(measurement.samples),
+                **counts(measurement.counts),
             }
-            for found in decision.measurements
+            for measurement in decision.measurements
         ],
     }
 
 
-def counts(found: Mapping[str, object]) -> dict[str, object]:
-    """The facts behind a prediction, where there are any."""
-    return {"counts": dict(found)} if found else {}
+def counts(stored: Mapping[str, object]) -> dict[str, object]:
+    """The counts behind a prediction, as a member of a JSON object; empty where there are none."""
+    return {"counts": dict(stored)} if stored else {}

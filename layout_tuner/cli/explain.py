@@ -15,12 +15,12 @@ from .common import console, plain, print_json, use_interpreter_on_cpu
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from layout_tuner.ascend.candidates import CandidateReport
-    from layout_tuner.ascend.compile.compiler import Compiler
-    from layout_tuner.ascend.targets import Target
-    from layout_tuner.explanation import Explanation
-    from layout_tuner.spec.declaration import OpSpec
-    from layout_tuner.spec.keys import Key
+    from ..ascend.candidates import CandidateReport
+    from ..ascend.compile.compiler import Compiler
+    from ..ascend.targets import Target
+    from ..explanation import Explanation
+    from ..spec.declaration import OpSpec
+    from ..spec.keys import Key
 
 # Differences shown in the table.
 MOST_LINES = 24
@@ -61,31 +61,31 @@ def explain(
 ) -> None:
     """Say which stored decision a call follows and why; with --target, why a kernel is slow.
 
-    That is what each candidate moves and computes, what differs, and on which source line.
+    It then prints what each candidate moves and computes, where they differ, and on which source line.
     """
     if target is None:
         explain_stored(shape, op=op, form=form, cache=cache, device=device, config=config, json=json)
         return
     if cache is not None or device is not None:
         raise typer.BadParameter("--target compiles, and takes neither --cache nor --device")
-    from layout_tuner import ops as _ops  # noqa: F401  registers every op
-    from layout_tuner.ascend.candidates import cases_of, compile_candidates
-    from layout_tuner.ascend.targets import target_named
-    from layout_tuner.errors import UnsupportedProblemError
+    from .. import ops as _ops  # noqa: F401  registers every op
+    from ..ascend.candidates import cases_of, compile_candidates
+    from ..ascend.targets import target_named
+    from ..errors import UnsupportedProblemError
 
-    chip = target_named(target)
+    soc = target_named(target)
     wanted, refused = wanted_keys(shape, op, form, config)
     if refused and not wanted:
         raise UnsupportedProblemError("explain", refused)
-    cases = [case for spec, key in wanted for case in cases_of(spec, key)]
-    with compiling(chip, config) as (compiler, progress, timeout_s):
+    cases = [case for spec, key in wanted for case in cases_of(spec, key, soc)]
+    with compiling(soc, config) as (compiler, progress, timeout_s):
         reports = compile_candidates(cases, compiler, progress, timeout_s)
     groups = [(key, [report for report in reports if report.key == key]) for _, key in wanted]
     if json:
-        print_json({"target": target, "keys": [key_json(key, found) for key, found in groups], "refused": refused})
+        print_json({"target": target, "keys": [key_json(key, of_key) for key, of_key in groups], "refused": refused})
     else:
-        for key, found in groups:
-            print_key(key, found, chip)
+        for key, of_key in groups:
+            print_key(key, of_key, soc)
         for reason in refused:
             console().print(f"unsupported: {reason}", markup=False)
     if refused or not all(report.ok for report in reports):
@@ -108,48 +108,48 @@ def explain_stored(
 
         require_existing(cache.expanduser())
     use_interpreter_on_cpu(device)
-    from layout_tuner.explanation import explain_keys
+    from ..explanation import explain_keys
 
     wanted, refused = wanted_keys(shape, op, form, config)
-    found = explain_keys(wanted, config=config, cache=cache, device=device)
+    explanations = explain_keys(wanted, config=config, cache=cache, device=device)
     if json:
-        print_json({"keys": [stored_json(each) for each in found], "refused": refused})
+        print_json({"keys": [stored_json(each) for each in explanations], "refused": refused})
     else:
-        print_stored(found, refused)
+        print_stored(explanations, refused)
     if refused:
         raise typer.Exit(1)
 
 
-def print_stored(found: Sequence[Explanation], refused: Sequence[str]) -> None:
-    """What runs for each key and why, one paragraph a key."""
+def print_stored(explanations: Sequence[Explanation], refused: Sequence[str]) -> None:
+    """Print the candidate that runs for each key, and why, one paragraph a key."""
     from .decisions import decision_table
 
     out = console()
-    for each in found:
+    for each in explanations:
         out.print(f"{each.key}\nruns {plain(each.candidate)}: {plain(each.reason)}", markup=False, soft_wrap=True)
         if each.decision is not None:
             out.print(decision_table([(each.decision, each.source)]))
     for reason in refused:
         out.print(f"unsupported: {reason}", markup=False)
-    for place in dict.fromkeys(each.environment for each in found):
+    for place in dict.fromkeys(each.environment for each in explanations):
         out.print(f"environment {place}", markup=False)
 
 
-def stored_json(found: Explanation) -> dict[str, Any]:
+def stored_json(explanation: Explanation) -> dict[str, Any]:
     """An explanation as one JSON object."""
 
     from .decisions import decision_json
 
     return {
-        "key": found.key.plain(),
-        "environment": found.environment,
-        "candidate": found.candidate,
-        "source": found.source,
-        "reason": found.reason,
-        "layer": found.layer,
-        "decision": found.decision and decision_json(found.decision),
-        "nearest": found.nearest and decision_json(found.nearest),
-        "differing": {name: list(both) for name, both in found.differing.items()},
+        "key": explanation.key.plain(),
+        "environment": explanation.environment,
+        "candidate": explanation.candidate,
+        "source": explanation.source,
+        "reason": explanation.reason,
+        "layer": explanation.layer,
+        "decision": explanation.decision and decision_json(explanation.decision),
+        "nearest": explanation.nearest and decision_json(explanation.nearest),
+        "differing": {name: list(both) for name, both in explanation.differing.items()},
     }
 
 
@@ -161,9 +161,9 @@ def wanted_keys(
     Raises:
         ConfigError: The shape cannot be used.
     """
-    from layout_tuner.config import Config
-    from layout_tuner.spec import registry
-    from layout_tuner.spec.shapes import keys, parse_shapes
+    from ..config import Config
+    from ..spec import registry
+    from ..spec.shapes import keys, parse_shapes
 
     row: dict[str, Any] = parse_fields(shape)
     if op is not None:
@@ -180,7 +180,7 @@ def parse_fields(text: str) -> dict[str, Any]:
     Raises:
         ConfigError: Parts that are no `name=value`, names that stand twice, numbers no size can be; all in one message.
     """
-    from layout_tuner.errors import ConfigError
+    from ..errors import ConfigError
 
     row: dict[str, Any] = {}
     faults: list[str] = []
@@ -207,9 +207,9 @@ def compiling(target: Target, config: Path | None) -> Iterator[tuple[Compiler, A
     import platformdirs
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from layout_tuner.ascend.compile.compiler import Compiler
-    from layout_tuner.ascend.compile.toolchain import find_toolchain
-    from layout_tuner.config import Config
+    from ..ascend.compile.compiler import Compiler
+    from ..ascend.compile.toolchain import find_toolchain
+    from ..config import Config
 
     settings = Config.load(config).ascend
     toolchain = find_toolchain(settings.python or None)
@@ -228,8 +228,8 @@ def key_json(key: Key, reports: Sequence[CandidateReport]) -> dict[str, Any]:
     """A key's candidates as one JSON object."""
     import dataclasses
 
-    from layout_tuner.ascend.candidates import differing_lines
-    from layout_tuner.ascend.prediction import predict
+    from ..ascend.candidates import differing_lines
+    from ..ascend.prediction import predict
 
     prediction = predict(reports)
     return {
@@ -246,7 +246,7 @@ def key_json(key: Key, reports: Sequence[CandidateReport]) -> dict[str, Any]:
 
 def print_key(key: Key, reports: Sequence[CandidateReport], target: Target) -> None:
     """A key's candidates side by side, what differs, what the compiler said, and what is predicted."""
-    from layout_tuner.ascend.prediction import predict
+    from ..ascend.prediction import predict
 
     out = console()
     out.print(f"{key}\non {target.name}, by {reports[0].compiler}", markup=False)
@@ -267,7 +267,7 @@ def totals_table(reports: Sequence[CandidateReport], target: Target) -> Table:
     """Counts of the whole call, a column for each candidate."""
     from rich.table import Table
 
-    from layout_tuner.ascend.prediction import units
+    from ..ascend.prediction import units
 
     table = Table(pad_edge=False)
     table.add_column("the whole call", overflow="fold")
@@ -284,9 +284,9 @@ def totals_table(reports: Sequence[CandidateReport], target: Target) -> Table:
         ("L1 bytes", "l1_bytes", target.l1_bytes),
         ("L0C bytes", "l0c_bytes", target.l0c_bytes),
     ):
-        row(f"{label} of {limit:,}", ["-" if found is None else f"{found[name]:,.0f}" for found in totals])
+        row(f"{label} of {limit:,}", ["-" if total is None else f"{total[name]:,.0f}" for total in totals])
     for label, name, divisor in ROWS:
-        row(label, ["-" if found is None else f"{found[name] / divisor:,.0f}" for found in totals])
+        row(label, ["-" if total is None else f"{total[name] / divisor:,.0f}" for total in totals])
     row("moved by relayouts, KiB", [f"{report.relayout_bytes / 1024:,.0f}" for report in reports])
     row("vector work on both cores", [split_text(report) for report in reports])
     row("work units", [f"{units(report):,.0f}" if report.ok else "-" for report in reports])
@@ -305,10 +305,10 @@ def split_text(report: CandidateReport) -> str:
 
 
 def differences_table(reports: Sequence[CandidateReport]) -> Table:
-    """What candidates do differently, with the Python line."""
+    """The counts in which candidates differ, with the line of Python."""
     from rich.table import Table
 
-    from layout_tuner.ascend.candidates import differing_lines
+    from ..ascend.candidates import differing_lines
 
     compiled = [report for report in reports if report.ok]
     table = Table(pad_edge=False)
@@ -325,7 +325,7 @@ def differences_table(reports: Sequence[CandidateReport]) -> Table:
 
 
 def said(report: CandidateReport) -> list[str]:
-    """What went wrong or was given up in order to succeed."""
+    """The errors of the compiler, and the optimisations it gave up."""
     lines = [report.error] if report.error else []
     for kernel in report.kernels:
         if kernel.facts is None:

@@ -32,7 +32,7 @@ def predict_shapes(
 
     Args:
         shapes: Shapes file.
-        target: SoC to compile for.
+        target: Name of the SoC to compile for.
         ops: Only these ops.
         cache: File of decisions; None takes the settings' one, else the user's cache folder.
         config: Settings file; None finds it as `Config.load` does.
@@ -42,35 +42,36 @@ def predict_shapes(
         ConfigError: Unknown target, unusable shapes, no toolchain; nothing was stored.
         typer.Exit: With 1: a candidate does not compile, no kernel serves a key, or the file could not be written.
     """
-    from layout_tuner import ops as _ops  # noqa: F401  registers every op
-    from layout_tuner.ascend.candidates import cases_of, compile_candidates
-    from layout_tuner.ascend.prediction import predict
-    from layout_tuner.ascend.targets import target_named
     from layout_tuner.cache.places.opening import open_store
-    from layout_tuner.config import Config
-    from layout_tuner.spec.shapes import keys, load_shapes
 
-    chip = target_named(target)
+    from .. import ops as _ops  # noqa: F401  registers every op
+    from ..ascend.candidates import cases_of, compile_candidates
+    from ..ascend.prediction import predict
+    from ..ascend.targets import target_named
+    from ..config import Config
+    from ..spec.shapes import keys, load_shapes
+
+    soc = target_named(target)
     settings = Config.load(config)
     wanted, refused = keys(load_shapes(shapes), settings.keys.bucket)
     wanted = [(spec, key) for spec, key in wanted if ops is None or spec.name in ops]
     open_keys = [(spec, key) for spec, key in wanted if not spec.nothing_to_choose(key)]
-    cases = [case for spec, key in open_keys for case in cases_of(spec, key)]
-    with compiling(chip, config) as (compiler, progress, timeout_s):
+    cases = [case for spec, key in open_keys for case in cases_of(spec, key, soc)]
+    with compiling(soc, config) as (compiler, progress, timeout_s):
         reports = compile_candidates(cases, compiler, progress, timeout_s)
         version = compiler.version
     rows: list[tuple[Key, list[CandidateReport], DecisionRecord | None]] = []
     store = open_store(cache or settings.cache.path or None)
     try:
         for spec, key in open_keys:
-            found = [report for report in reports if report.key == key]
-            prediction = predict(found)
+            of_key = [report for report in reports if report.key == key]
+            prediction = predict(of_key)
             if prediction is None:
-                rows.append((key, found, None))
+                rows.append((key, of_key, None))
                 continue
-            decision = decision_record(spec, key, found, prediction, target)
+            decision = decision_record(spec, key, of_key, prediction, target)
             store.publish(decision, environment_record(target, version))
-            rows.append((key, found, decision))
+            rows.append((key, of_key, decision))
         kept, name = store.healthy, store.place
     finally:
         store.close()
@@ -78,7 +79,7 @@ def predict_shapes(
         print_json(summary_json(target, version, name, rows, refused))
     else:
         print_summary(target, version, name, rows, refused)
-    if refused or not kept or any(not all(report.ok for report in found) for _, found, _ in rows):
+    if refused or not kept or any(not all(report.ok for report in of_key) for _, of_key, _ in rows):
         raise typer.Exit(1)
 
 
@@ -98,7 +99,7 @@ def print_summary(
     table.add_column("", overflow="fold")
     for key, reports, decision in rows:
         units: Mapping[str, Any] = (
-            {found.candidate: found.counts.get("work units") for found in decision.measurements} if decision else {}
+            {each.candidate: each.counts.get("work units") for each in decision.measurements} if decision else {}
         )
         for place, report in enumerate(reports):
             number = units.get(report.candidate)

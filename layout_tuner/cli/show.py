@@ -53,19 +53,19 @@ def show(
     with closing(_layers(cache, config)) as store:
         _warn_of_change(store.name)
         asked = {"op": op, "environment": environment, "like": like}
-        found = listing(store, op=op, environment=environment, like=like)
-        require_known_op(range(found.keys), op)
+        listed = listing(store, op=op, environment=environment, like=like)
+        require_known_op(range(listed.keys), op)
         start = most * (page - 1)
         end = start + most if most else None
         shown = (
-            [each for each in group if layers or each.used] for group in itertools.islice(found.groups, start, end)
+            [each for each in group if layers or each.used] for group in itertools.islice(listed.groups, start, end)
         )
-        left = max(0, found.keys - start - most) + min(start, found.keys) if most else 0
+        left = max(0, listed.keys - start - most) + min(start, listed.keys) if most else 0
         if json:
             more = {} if limit is None else {"left_out": left}
             print_json_list("decisions", (_json(each, layers) for group in shown for each in group), more)
             return
-        if not found.keys:
+        if not listed.keys:
             console().print(_nothing(store, asked))
             return
         _print_paged(_tables(shown, store.name, left, page, layers))
@@ -79,7 +79,7 @@ def _json(resolution: Resolution, layers: bool) -> dict[str, Any]:
 
 
 def _nothing(store: LayeredStore, asked: dict[str, str | None]) -> str:
-    """What to say where no decision meets the conditions: what there is instead."""
+    """The message for no decision that meets the conditions: it says what is stored instead."""
     from layout_tuner.cache.listing import listing
 
     there: Listing = listing(store)
@@ -91,19 +91,19 @@ def _nothing(store: LayeredStore, asked: dict[str, str | None]) -> str:
 
 
 def _tables(groups: Iterable[list[Resolution]], name: str, left: int, page: int, layers: bool) -> Iterator[str]:
-    """The text of one table after the other, then how many decisions that were and how many keys were left out."""
+    """The text of one table after the other, then of a line with the numbers of decisions shown and keys left out."""
     from .decisions import decision_table
 
     out = console()
     count = 0
     groups = iter(groups)
     while some := list(itertools.islice(groups, TABLE)):
-        found = [each for group in some for each in group]
-        count += len(found)
+        resolutions = [each for group in some for each in group]
+        count += len(resolutions)
         with out.capture() as captured:
-            for place in dict.fromkeys(each.record.environment for each in found):
+            for place in dict.fromkeys(each.record.environment for each in resolutions):
                 out.print(f"environment {plain(place)}")
-                here = [each for each in found if each.record.environment == place]
+                here = [each for each in resolutions if each.record.environment == place]
                 out.print(decision_table([(each.record, word(each, layers)) for each in here]))
         yield captured.get()
     rest = f"; {left} keys left out: see --limit, --page {page + 1}, --op, --like" if left else ""
@@ -112,7 +112,7 @@ def _tables(groups: Iterable[list[Resolution]], name: str, left: int, page: int,
 
 def _print_paged(texts: Iterator[str]) -> None:
     """Prints texts as they come, on a terminal through the user's pager."""
-    from layout_tuner.config import pager
+    from ..config import pager
 
     command = pager()
     paged = sys.stdout.isatty() and sys.stdin is not None and sys.stdin.isatty() and shutil.which(command[0])
@@ -134,7 +134,8 @@ def _layers(cache: str | None, config: Path | None) -> LayeredStore:
     from layout_tuner.cache.memory import MemoryStore
     from layout_tuner.cache.places.opening import require_existing
     from layout_tuner.cache.places.server import ServerStore
-    from layout_tuner.config import Config
+
+    from ..config import Config
 
     settings = Config.load(config)
     if cache is not None:
@@ -152,9 +153,10 @@ def _layers(cache: str | None, config: Path | None) -> LayeredStore:
 
 
 def _warn_of_change(name: str) -> None:
-    """Says on stderr where what is shown is an export that was changed."""
+    """Warns on stderr about an export that was changed."""
     from layout_tuner.cache.sharing.share import require_unbroken
-    from layout_tuner.errors import CacheError
+
+    from ..errors import CacheError
 
     place = Path(name)
     if not place.is_file():

@@ -11,8 +11,8 @@ import typer
 from .common import INTERRUPTED, console, print_json, use_interpreter_on_cpu
 
 if TYPE_CHECKING:
-    from layout_tuner.spec.keys import Key
-    from layout_tuner.warming import Report
+    from ..spec.keys import Key
+    from ..warming import Report
 
 INTERPRETER_NOTE = (
     "Measured in Triton's interpreter on a CPU: these times say nothing about an NPU or a GPU, and no accelerator "
@@ -56,7 +56,7 @@ def warmup(
         predict_shapes(shapes, target, ops=chosen_ops(ops), cache=cache, config=config, json=json)
         return
     use_interpreter_on_cpu(device)
-    from layout_tuner.warming import warmup as run
+    from ..warming import warmup as run
 
     report = run_with_progress(
         run,
@@ -82,8 +82,9 @@ def warmup(
 def _require_place(cache: Path | None, config: Path | None) -> None:
     """Raises `CacheError` where the file that is named can keep no decisions, before anything is tuned."""
     from layout_tuner.cache.places.opening import require_place
-    from layout_tuner.config import Config
-    from layout_tuner.errors import ConfigError
+
+    from ..config import Config
+    from ..errors import ConfigError
 
     if cache is None:
         # Settings that cannot be read are complained of with all else that is wrong.
@@ -99,7 +100,8 @@ def chosen_ops(names: str | None) -> list[str] | None:
     if not names:
         return None
     import layout_tuner.ops  # noqa: F401  registers every op
-    from layout_tuner.spec import registry
+
+    from ..spec import registry
 
     chosen = [name.strip() for name in names.split(",")]
     for name in chosen:

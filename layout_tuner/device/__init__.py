@@ -1,1 +1,1 @@
-"""The device: its driver, Triton's interpreter in its place, and the environment timings hold in."""
+"""Questions to the device, Triton's interpreter on a machine without one, and the environment that timings hold in."""

@@ -1,4 +1,4 @@
-"""Questions to the device and its driver; the only module that asks torch.npu, torch.cuda or Triton's driver."""
+"""Asks the device and its driver; no other module asks torch.npu, torch.cuda or Triton's driver."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import importlib
 import importlib.metadata
 import re
 import secrets
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from .. import config
 from ..errors import ConfigError
 
 # Programs launched per core: an NPU core runs one program at a time; a multiprocessor hides latency with several.
@@ -22,6 +24,8 @@ INTERPRETED_PROGRAMS = 4
 ACCELERATORS = ("npu", "cuda")
 # An Ascend 910B's second-level cache, of which torch_npu before 7.2 says nothing.
 MOST_CACHE_BYTES = {"npu": 192 << 20}
+# NPUs for which triton-ascend does not ask its compiler for multi-buffering.
+BUFFERS_NOT = re.compile(r"Ascend(950|910_95)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +35,10 @@ class Chip:
     Attributes:
         kind: `npu`, `cuda` or `cpu`.
         name: Model, as the driver names it.
-        cube_programs: Programs of a launch bound by the matrix unit.
-        vector_programs: Programs of a launch bound by the vector units.
+        cube_programs: How many programs to launch of a kernel that is bound by the matrix unit.
+        vector_programs: How many programs to launch of a kernel that is bound by the vector units.
         cores: Cube cores of an NPU, multiprocessors of a GPU.
+        buffers: Whether its compiler multi-buffers unless told not to, so that kernels without that are candidates too.
     """
 
     kind: str
@@ -41,6 +46,7 @@ class Chip:
     cube_programs: int
     vector_programs: int
     cores: int = 1
+    buffers: bool = False
 
     @property
     def tiles(self) -> str:
@@ -49,7 +55,7 @@ class Chip:
 
 
 class Event(Protocol):
-    """A point in a stream's work."""
+    """A point in a stream's work, whose time the device notes."""
 
     def record(self) -> None: ...
 
@@ -59,7 +65,7 @@ class Event(Protocol):
 
 
 def resolve(name: str | None = None) -> torch.device:
-    """The device of that name, or the accelerator there is, or the CPU.
+    """The device of that name; without a name the machine's accelerator, else the CPU.
 
     Args:
         name: `npu`, `cuda:1`, `cpu`, ...; None picks. A simulated device is never picked by itself.
@@ -91,7 +97,7 @@ def resolve(name: str | None = None) -> torch.device:
 
 
 def named(name: str) -> torch.device:
-    """A device by its full name, with the library that gives torch its kind where torch does not load that itself."""
+    """The device of a full name; imports the library that adds its kind to torch where torch does not."""
     kind = name.partition(":")[0]
     if kind != "cpu" and not hasattr(torch, kind):
         importlib.import_module(f"torch_{kind}")
@@ -99,7 +105,7 @@ def named(name: str) -> torch.device:
 
 
 def guard(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a device the current one: launches go to the current device, whatever device their tensors are on."""
+    """Makes a device the current one within a `with`: a launch goes to the current device, wherever its tensors are."""
     if device.type == "cpu":
         return nullcontext()
     made: AbstractContextManager[object] = torch.get_device_module(device).device(device.index)
@@ -107,24 +113,24 @@ def guard(device: torch.device) -> AbstractContextManager[object]:
 
 
 def several(device: torch.device) -> bool:
-    """Whether there is more than one device of that kind, so that the current one may be another."""
+    """Whether the machine has several devices of a kind, so that the current one may be another than the tensors'."""
     return device.type not in ("cpu", "meta") and torch.get_device_module(device).device_count() > 1
 
 
 def is_current(device: torch.device) -> bool:
-    """Whether a device of an accelerator is the one that launches go to now."""
+    """Whether a device is the current one, to which launches go."""
     index: int = torch.get_device_module(device).current_device()
     return index == device.index
 
 
 def simulated(kind: str) -> bool:
-    """Whether that kind of device is a simulation, which marks its module with `is_simulated`."""
+    """Whether a kind of device is simulated; a simulation sets `is_simulated` on its torch module."""
     return bool(getattr(getattr(torch, kind, None), "is_simulated", False))
 
 
 @functools.cache
 def chip(device: torch.device) -> Chip:
-    """The facts of a device; asked of the driver once."""
+    """The name and cores of a device; the driver is asked once."""
     if device.type == "cpu":
         return Chip(kind="cpu", name="cpu", cube_programs=INTERPRETED_PROGRAMS, vector_programs=INTERPRETED_PROGRAMS)
     properties = torch.get_device_module(device).get_device_properties(device)
@@ -139,24 +145,53 @@ def chip(device: torch.device) -> Chip:
         cube_programs=cube * per_core,
         vector_programs=vector * per_core,
         cores=cube,
+        buffers=device.type == "npu" and not BUFFERS_NOT.match(properties.name) and is_ascends_triton(),
     )
 
 
+def is_ascends_triton() -> bool:
+    """Whether the installed Triton is Ascend's."""
+    return triton_distribution()[0] == "triton-ascend"
+
+
 def npu_cores(device: torch.device, properties: Any) -> tuple[int, int]:
-    """Cube and vector cores of an NPU: from torch_npu where it knows them, else from Triton's driver."""
+    """The numbers of an NPU's cube and vector cores: torch_npu's where it knows them, else those of Triton's driver."""
     cube, vector = getattr(properties, "cube_core_num", 0), getattr(properties, "vector_core_num", 0)
     if cube and vector:
         return cube, vector
     from triton.runtime import driver
 
-    found = driver.active.utils.get_device_properties(device.index or 0)
-    return found["num_aicore"], found["num_vectorcore"]
+    cores = driver.active.utils.get_device_properties(device.index or 0)
+    return cores["num_aicore"], cores["num_vectorcore"]
 
 
 def event(device: torch.device) -> Event:
     """A timing event of the device: `record()`, then, after `synchronize`, `start.elapsed_time(end)` in ms."""
     made: Event = torch.get_device_module(device).Event(enable_timing=True)
     return made
+
+
+@contextmanager
+def exact_products(device: torch.device) -> Iterator[None]:
+    """Within it torch multiplies fp32 matrices of a kind of device in fp32, whatever else the user allows.
+
+    Against an oracle with TF32's or HF32's ten bits every right kernel would be wrong.
+    """
+    if device.type == "npu":
+        exact: bool | str = False
+        places, name = getattr(torch.get_device_module(device), "matmul", None), "allow_hf32"
+    else:
+        places = torch.backends.cuda.matmul
+        name, exact = ("fp32_precision", "ieee") if hasattr(places, "fp32_precision") else ("allow_tf32", False)
+    if device.type not in ACCELERATORS or not hasattr(places, name):
+        yield
+        return
+    before = getattr(places, name)
+    setattr(places, name, exact)
+    try:
+        yield
+    finally:
+        setattr(places, name, before)
 
 
 def synchronize(device: torch.device) -> None:
@@ -166,7 +201,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether the current stream records a graph, during which nothing may be timed or allocated freely."""
+    """Whether the current stream is recording a graph; meanwhile nothing can be timed, and allocations belong to it."""
     if device.type == "cpu":
         return False
     ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
@@ -174,9 +209,9 @@ def capturing(device: torch.device) -> bool:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory of the device that this process can have, in bytes; None where nobody says.
+    """Bytes of device memory that this process can still allocate; None where the backend cannot tell.
 
-    What torch has taken from the driver and does not use at the moment counts.
+    Memory that torch holds in its own cache counts as free.
     """
     module = torch.get_device_module(device) if device.type != "cpu" else None
     ask = getattr(module, "mem_get_info", None)
@@ -185,8 +220,17 @@ def free_bytes(device: torch.device) -> int | None:
     return int(ask(device)[0] + module.memory_reserved(device) - module.memory_allocated(device))
 
 
+def memory_bytes(device: torch.device) -> tuple[int, int] | None:
+    """Free and all memory of the device, whoever uses it, in bytes; None where nobody says."""
+    ask = getattr(torch.get_device_module(device), "mem_get_info", None) if device.type != "cpu" else None
+    if ask is None:
+        return None
+    free, total = ask(device)
+    return int(free), int(total)
+
+
 def cache_bytes(device: torch.device) -> int:
-    """Size of the device's second-level cache in bytes; where nobody says, what devices have at most."""
+    """Bytes of the device's second-level cache; where the backend cannot tell, the most that any device has."""
     if device.type == "cpu":
         return 0
     properties = torch.get_device_module(device).get_device_properties(device)
@@ -194,7 +238,7 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def forked(device: torch.device) -> bool:
-    """Whether this process was forked from one that had used the device, which it cannot use then."""
+    """Whether this process was forked from one that had used the device: a child cannot use it."""
     if device.type == "cpu":
         return False
     ask = getattr(torch.get_device_module(device), "_is_in_bad_fork", None)
@@ -202,7 +246,7 @@ def forked(device: torch.device) -> bool:
 
 
 def identity(device: torch.device) -> str:
-    """What tells a device from others of its model, whatever their numbers; empty where nobody says."""
+    """A text that tells a device from others of its model, whatever their indices; may be empty."""
     if device.type == "cpu":
         return ""
     return str(getattr(torch.get_device_module(device).get_device_properties(device), "uuid", ""))
@@ -225,6 +269,7 @@ def release(device: torch.device) -> None:
 # torch_npu 7.x raises a plain RuntimeError; 207001 is CANN's code for memory it cannot allocate.
 _OUT_OF_MEMORY = re.compile(
     r"\b(NPU|CUDA) out of memory|error code is 207001|(CUDA error|Triton Error \[\w+\]): out of memory|_ALLOC_FAILED\b"
+    r"|DefaultCPUAllocator: (can't allocate|not enough) memory"
 )
 # How torch_npu, CANN, torch's CUDA and Triton's launchers name an error of the runtime.
 _FAULTED = re.compile(
@@ -248,7 +293,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def faulted(error: BaseException) -> bool:
-    """Whether an exception carries an error of the device's runtime, want of memory apart."""
+    """Whether an exception comes from the device's runtime and is no lack of memory."""
     accelerator = getattr(torch, "AcceleratorError", None)
     if accelerator is not None and isinstance(error, accelerator):
         return True
@@ -256,14 +301,14 @@ def faulted(error: BaseException) -> bool:
 
 
 def lost(error: BaseException) -> bool:
-    """Whether the device does nothing more for this process after an exception."""
+    """Whether an exception means that this process can use the device no more."""
     return _LOST.search(str(error)) is not None
 
 
 def answers(device: torch.device) -> bool:
-    """Whether the device does what it is given: a number that was never in its memory comes back, one larger.
+    """Whether the device still computes: it is sent a number that it never held, and has to return it plus one.
 
-    Waits for all work before it, so that a hung device would not let it return.
+    It waits for all earlier work, so on a hung device it does not return.
     """
     number = secrets.randbelow(1 << 30)
     return int((torch.tensor([number], dtype=torch.int32, device=device) + 1).item()) == number + 1
@@ -283,7 +328,7 @@ def triton_distribution() -> tuple[str, str]:
 
 
 def launch_target() -> str:
-    """What Triton launches kernels on: `cuda`, `npu`, ...; empty where it finds no device."""
+    """The name of Triton's backend: `cuda`, `npu`, ...; empty where Triton finds no device."""
     from triton.runtime import driver
 
     try:
@@ -292,16 +337,40 @@ def launch_target() -> str:
         return ""
 
 
+@functools.cache
+def launches_on(kind: str) -> bool:
+    """Whether Triton has a driver for a kind of device: an NPU's wants a Triton of its own, and CANN's variables."""
+    target = launch_target()
+    return target == kind if kind == "npu" else target != ""
+
+
 def launch_index() -> int:
-    """Index of the device that Triton launches on now."""
+    """Index of the device that Triton would launch on now."""
     from triton.runtime import driver
 
     return int(driver.active.get_current_device())
 
 
 def raw_stream() -> Callable[[int], int]:
-    """Triton's function from the index of a device to its current stream, as launchers take it."""
+    """A function from the index of a device to its current stream, as Triton's launchers take it.
+
+    On an NPU asking for that drains torch's queue at every launch, so it is asked for once for each stream: launchers
+    go through that queue, in whose order they stay. One that was told to pass it by has to find it empty.
+    """
     from triton.runtime import driver
 
     made: Callable[[int], int] = driver.active.get_current_stream
-    return made
+    queued = config.variables(("TRITON_ENABLE_TASKQUEUE",)).get("TRITON_ENABLE_TASKQUEUE", "true")
+    current = getattr(getattr(sys.modules.get("torch_npu"), "_C", None), "_npu_getCurrentStream", None)
+    if launch_target() != "npu" or current is None or queued.lower() not in ("true", "1"):
+        return made
+    known: dict[object, int] = {}
+
+    def stream(index: int) -> int:
+        which = current(index)
+        raw = known.get(which)
+        if raw is None:
+            raw = known[which] = made(index)
+        return raw
+
+    return stream

@@ -1,11 +1,10 @@
-"""What a timing is valid in: the fingerprint of device, driver, runtime and compiler.
+"""The environment in which a timing is valid: a fingerprint of device, driver, runtime and compiler.
 
-An environment is a namespace. Decisions of another one are kept and do not match; nothing is thrown away.
+Decisions of other environments are kept in the cache; a lookup ignores them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -16,14 +15,14 @@ from dataclasses import dataclass
 import torch
 
 from . import driver as devices
-from . import interpreter
+from . import interpreter, software
 
 PREDICTED = "predicted:"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """An environment.
+    """The device, driver, runtime and compiler that timings hold for.
 
     Attributes:
         id: Readable name and a hash over the facts: `NVIDIA H200 #3fa9c1d2`.
@@ -53,7 +52,7 @@ def environment(device: torch.device) -> Environment:
         chip = devices.chip(device)
         facts |= {"model": chip.name, "cube programs": str(chip.cube_programs)}
         facts |= {"vector programs": str(chip.vector_programs)}
-        facts |= npu_facts() if device.type == "npu" else cuda_facts()
+        facts |= software.npu_facts() if device.type == "npu" else cuda_facts()
         if devices.simulated(device.type):
             facts["simulated"] = "1"
     return Environment(id=f"{facts['model']} #{digest(facts)}", facts=facts)
@@ -70,23 +69,4 @@ def cuda_facts() -> dict[str, str]:
     driver = getattr(torch._C, "_cuda_getDriverVersion", None)
     if driver is not None:
         facts["driver"] = str(driver())
-    return facts
-
-
-def npu_facts() -> dict[str, str]:
-    """CANN, driver and torch_npu of an Ascend NPU, from torch_npu >= 2.6; what it cannot tell is left out."""
-    import importlib.metadata
-
-    facts = {}
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        facts["torch_npu"] = importlib.metadata.version("torch_npu")
-    ask = getattr(getattr(getattr(torch, "npu", None), "utils", None), "get_cann_version", None)
-    for fact, module in (("cann", "CANN"), ("driver", "DRIVER")):
-        try:
-            found = ask(module) if ask else ""
-        except (RuntimeError, OSError, KeyError, ValueError):
-            found = ""
-        if found:
-            facts[fact] = str(found)
-    facts.setdefault("cann", str(getattr(torch.version, "cann", "") or "unknown"))
     return facts

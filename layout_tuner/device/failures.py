@@ -1,4 +1,4 @@
-"""What a failure is: its class, which says for how long it is worth remembering, and the line that says why.
+"""Classifies failures: the class says for how long a failure is believed, and a line of text says why it happened.
 
 The class comes from the exception's type and from codes that runtimes print, never from words in free text: torch_npu
 puts the name of its own source file, `compiler_depend.ts`, into every error.
@@ -39,8 +39,8 @@ def classify(error: BaseException) -> Failure:
     """The class of a failure.
 
     `compile`, `overflow`: a compiler refused the kernel. `crash`: a compiler, or the process that tried a candidate,
-    was ended by a signal. `memory`: the device's or the host's. `timeout`: no end in time. `device`: anything else,
-    such as a fault of the device, of a file system or of its caches; that says nothing about a candidate.
+    was ended by a signal. `memory`: device or host had too little. `timeout`: it did not end in time. `device`: all
+    else, such as a fault of the device, of a file system or of its caches; that says nothing about a candidate.
     """
     chain = tuple(causes(error))
     if any(driver.out_of_memory(each) for each in chain):
@@ -60,32 +60,32 @@ def classify(error: BaseException) -> Failure:
 
 
 def fatal(error: BaseException) -> bool:
-    """Whether the device does nothing more for this process after an exception."""
+    """Whether an exception means that this process can use the device no more."""
     return any(driver.lost(each) for each in causes(error))
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """An exception, then what it was raised from; triton-ascend wraps whatever a compiler's stage raises."""
+    """An exception and its causes, outermost first; triton-ascend wraps what the stages of its compiler raise."""
     seen: set[int] = set()
-    found: BaseException | None = error
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
-        yield found
-        found = found.__cause__ or (found.__context__ if triton_types(found) else None)
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__ or (cause.__context__ if triton_types(cause) else None)
 
 
 def triton_types(error: BaseException) -> set[str]:
-    """Names of an exception's classes that are Triton's."""
+    """The names of those classes of an exception that Triton defines."""
     return {kind.__name__ for kind in type(error).__mro__ if kind.__module__.partition(".")[0] == "triton"}
 
 
 def timed_out(error: BaseException) -> bool:
-    """Whether a wait of ours was given up; one with a number is a file system's or a network's."""
+    """Whether an exception is a `TimeoutError` of ours; one with an `errno` comes from a file system or a network."""
     return isinstance(error, TimeoutError) and error.errno is None
 
 
 def crashed(error: BaseException) -> bool:
-    """Whether a compiler was ended by a signal, its own fault's or somebody's."""
+    """Whether a signal ended a compiler: one of its own faults, or one that somebody sent."""
     if isinstance(error, subprocess.CalledProcessError):
         said = error.stderr if isinstance(error.stderr, str) else (error.stderr or b"").decode(errors="replace")
         return error.returncode < 0 or error.returncode in SIGNALLED or bool(CRASHED.search(said))
@@ -93,7 +93,7 @@ def crashed(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text that says something."""
+    """The line of an error's text that says what went wrong, without frames of a traceback."""
     lines = [line.strip() for line in str(error).splitlines()]
     lines = [line for line in lines if line and not FRAME.search(line)]
     if not lines:

@@ -1,4 +1,4 @@
-"""Triton's interpreter, which stands in for a device on a plain CPU.
+"""Triton's interpreter, which runs kernels on a plain CPU.
 
 Its `tl.dot` multiplies the raw 16-bit integers of bfloat16 operands in every release tried (3.2 of triton-ascend, 3.6,
 3.7.1, 3.8, 3.9); its casts to bfloat16 round towards zero. `mend_interpreter` puts both right, and
@@ -8,31 +8,22 @@ Its `tl.dot` multiplies the raw 16-bit integers of bfloat16 operands in every re
 from __future__ import annotations
 
 import functools
-import os
-import threading
 from typing import Any
 
 import torch
 
+from .. import installation
 from ..errors import UnsupportedProblemError
+from ..forking import ProcessLock
+from . import driver, software
 from .driver import triton_distribution
 
 # Held while the interpreter runs a kernel: Triton keeps the program that runs in globals, one for all threads.
-interpreter_lock = threading.RLock()
-
-
-def _after_fork() -> None:
-    """Give a child a lock of its own: a thread that is not there any more may have held the parent's."""
-    global interpreter_lock
-    interpreter_lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+interpreter_lock = ProcessLock()
 
 
 def interpreted(kernel: object) -> bool:
-    """Whether a kernel was made for the interpreter, which Triton decides when the kernel's module is imported."""
+    """Whether a kernel runs in the interpreter; Triton decides that when the kernel's module is imported."""
     return type(kernel).__name__ == "InterpretedFunction"
 
 
@@ -100,8 +91,16 @@ def interpreter_is_right() -> bool:
     return bool((product - wanted).norm() <= 1e-2 * wanted.norm()) and torch.equal(stored, product.to(torch.bfloat16))
 
 
+def no_driver(kind: str) -> str:
+    """Why Triton launches nothing on a kind of device, and what to do."""
+    told = [str(fault) for fault in installation.faults()]
+    if not told and kind == "npu":
+        told = ["source CANN's set_env.sh in the shell that starts Python (triton-ascend looks for its compiler, ccec)"]
+    return "; ".join([f"{' '.join(driver.triton_distribution())} finds no {kind} device", *told])
+
+
 def require_running(op: str, dtype: str, device: torch.device) -> None:
-    """Raise where Triton cannot run kernels on a device, saying what to do; puts the interpreter's bfloat16 right.
+    """Raise, saying what to do, where Triton cannot run kernels on a device; on a CPU also mend the interpreter.
 
     Args:
         op: Name of the op, for the message.
@@ -109,13 +108,18 @@ def require_running(op: str, dtype: str, device: torch.device) -> None:
         device: Where its tensors are.
 
     Raises:
-        UnsupportedProblemError: CPU tensors outside the interpreter, or an interpreter that computes bfloat16
-            wrongly.
+        UnsupportedProblemError: CPU tensors outside the interpreter, an interpreter that computes bfloat16
+            wrongly, or an NPU where variables keep kernels from being launched.
     """
+    deaf = software.refusals() if device.type == "npu" else []
+    if deaf:
+        raise UnsupportedProblemError(op, deaf)
     if not interpreting():
         if device.type == "cpu":
             wanted = "set TRITON_INTERPRET=1 before Triton is imported"
             raise UnsupportedProblemError(op, [f"tensors on a CPU run in Triton's interpreter only: {wanted}"])
+        if not driver.launches_on(device.type):
+            raise UnsupportedProblemError(op, [no_driver(device.type)])
         return
     mend_interpreter()
     if dtype == "bfloat16" and not interpreter_is_right():

@@ -1,1 +1,1 @@
-"""Which candidate a call runs, and what became of calls."""
+"""Which candidate a call runs, and counts of the calls that ran."""

@@ -1,7 +1,7 @@
-"""What became of calls: counts by decision, and what decisions save. Counting costs a hit one addition.
+"""Counts of calls by the choice that ran them, and the time that decisions saved.
 
-A call adds one to the tally of the choice that runs it. Everything else is worked out when somebody asks. Calls of
-several threads at the same moment may be counted as one.
+A call adds one to the tally of the choice that runs it; counting costs it nothing else. Everything is summed up when
+somebody asks. Calls of several threads at the same moment may be counted as one.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import collections
 import functools
 import math
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ..forking import ProcessLock
 from ..launch.tally import Tally
 from ..tuning.timing import Interval
 
@@ -44,7 +44,7 @@ class Used:
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """What became of this process's calls within `enable`.
+    """Counts of this process's calls within `enable`.
 
     Attributes:
         hits: Calls that ran what was decided for their key.
@@ -89,25 +89,25 @@ _library = Library()
 
 
 def count_library(library: Library) -> None:
-    """Have `stats` tell these counts."""
+    """Have `stats` report these counts."""
     global _library
     _library = library
 
 
 class Tallies(dict[tuple[object, ...], Tally]):
-    """One router's tallies by place. They outlive it: what it counted is added to those that went before."""
+    """One router's tallies by place. When the router goes, its counts are kept with those of earlier routers."""
 
     def __init__(self) -> None:
         super().__init__()
         _live[id(self)] = self
 
     def of(self, tally: Tally) -> Tally:
-        """The tally of that place, which this one becomes where there is none."""
+        """The tally that is kept for the place of this one; this one itself, where none was kept yet."""
         return self.setdefault(tally.place, tally)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing that is called within it counts."""
+        """A context whose calls are not counted."""
         before = {place: (tally.calls, tally.missed) for place, tally in list(self.items())}
         try:
             yield
@@ -116,7 +116,7 @@ class Tallies(dict[tuple[object, ...], Tally]):
                 tally.calls, tally.missed = before.get(place, (0, 0))
 
     def retire(self) -> None:
-        """Its router is gone."""
+        """Keep the counts of a router that is gone."""
         with _lock:
             _live.pop(id(self), None)
             for place, tally in self.items():
@@ -127,14 +127,14 @@ class Tallies(dict[tuple[object, ...], Tally]):
             self.clear()
 
 
-_lock = threading.RLock()
+_lock = ProcessLock()
 _live: dict[int, Tallies] = {}
 _past: dict[tuple[object, ...], Tally] = {}
 _tunings: collections.Counter[str] = collections.Counter()
 
 
 def count_tuning(op: str) -> None:
-    """A key of an op was tuned."""
+    """Count a key of an op that was tuned."""
     with _lock:
         _tunings[op] += 1
 
@@ -150,14 +150,8 @@ def reset() -> None:
                 tally.calls = tally.missed = 0
 
 
-def after_fork() -> None:
-    """Give a child a lock of its own: a thread that is not there any more may have held it."""
-    global _lock
-    _lock = threading.RLock()
-
-
 def together() -> list[Tally]:
-    """Every tally that counted something, those of one place as one."""
+    """The tallies that counted calls, the counts of one place added up."""
     sums: dict[tuple[object, ...], Tally] = {}
     with _lock:
         every = [*_past.values(), *(tally for tallies in list(_live.values()) for tally in list(tallies.values()))]
@@ -176,7 +170,7 @@ def together() -> list[Tally]:
 
 
 def stats() -> Stats:
-    """What became of this process's calls within `enable`, those of entries that are gone included.
+    """Counts of this process's calls within `enable`, also within entries that are gone.
 
     Returns:
         The counts; they are taken at the call and do not change.
@@ -214,14 +208,14 @@ def used(tally: Tally) -> Used:
 
 
 def times(one: Interval | None, calls: int) -> Interval | None:
-    """What so many calls save."""
+    """The time that a number of calls save, where one call saves `one`."""
     if one is None:
         return None
     return Interval(median=one.median * calls, low=one.low * calls, high=one.high * calls)
 
 
 def added(intervals: Iterable[Interval | None]) -> Interval | None:
-    """The sum, bound by bound; None where there is nothing to add."""
+    """The sum of intervals, bound by bound; None where there is none."""
     kept = [each for each in intervals if each is not None]
     if not kept:
         return None
@@ -231,7 +225,7 @@ def added(intervals: Iterable[Interval | None]) -> Interval | None:
 
 
 def saved_us(default_us: float | None, gain: float | None, low: float | None, high: float | None) -> Interval | None:
-    """What a call saves, by a decision's gain over its default; None where that was not measured."""
+    """Microseconds that a call saves, from a decision's gain over its default; None where that was not measured."""
     if default_us is None or gain is None:
         return None
     bounds = [default_us * (bound if bound is not None and math.isfinite(bound) else gain) for bound in (low, high)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,16 +17,17 @@ from ..config import Config
 from ..device import driver
 from ..device.environment import PREDICTED, environment
 from ..device.failures import classify, first_line
-from ..errors import CacheError, ConfigError, TooLittleMemoryError
-from ..spec.declaration import OpSpec, Problem
+from ..errors import CacheError, ConfigError, NoRightCandidateError, TooLittleMemoryError, TuningError
+from ..spec.declaration import Candidate, OpSpec, Problem
 from ..spec.forcing import Forced
 from ..spec.keys import Key, bucketed
 from ..spec.layouts import Layout
+from ..tuning.binaries import binary_of
 from ..tuning.deadline import FamilyLock
 from ..tuning.experiment import Experiment
 from ..tuning.isolation import tune_isolated
 from ..tuning.memory import MARGIN, MIB, tuning_bytes
-from ..tuning.records import key_record, measurement_of, outcome_record
+from ..tuning.records import check_record, key_record, measurement_of, outcome_record
 from ..tuning.timing import EventTimer, HostTimer, Timer, scratch_bytes
 from ..tuning.tuner import Measurement, Outcome, Trial, tune
 from .counters import Tallies, count_tuning
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class Decisions:
-    """What is stored for keys, and what tunes one.
+    """Looks decisions up for keys, and tunes keys.
 
     Args:
         config: Settings.
@@ -55,7 +56,7 @@ class Decisions:
         self._store: LayeredStore | None = None
 
     def problem(self, key: Key, device: torch.device) -> Problem:
-        """A key on a device, with the variants stored for the ops it may be made of."""
+        """A key on a device. The variants stored for other ops can be asked of it, for an op that is made of others."""
 
         def variant_of(spec: OpSpec, stage: Key) -> str | None:
             return self.stored_variant(spec, stage, device)
@@ -63,14 +64,12 @@ class Decisions:
         return Problem(key=key, chip=driver.chip(device), variant_of=variant_of)
 
     def stored_variant(self, spec: OpSpec, key: Key, device: torch.device) -> str | None:
-        """The variant stored as best for a key, or for the same call with its gates as models make them.
+        """The variant forced or stored as best for a key, or for the same call with its gates as models make them.
 
         The answer holds until this process tunes something: an op made of others asks for each of them.
         """
         if not self.tuning:
             return None
-        if spec.name in self.forced:
-            return self.forced[spec.name].variant
         key = bucketed(key, self.config.keys.bucket)
         asked_for = (key, environment(device).id)
         try:
@@ -80,22 +79,23 @@ class Decisions:
             return variant
 
     def asked_variant(self, spec: OpSpec, key: Key, device: torch.device) -> str | None:
-        """What the cache says of `stored_variant`."""
+        """What the cache says of `stored_variant`; a forced variant gives way to a pinned decision alone."""
+        forced = self.forced.get(spec.name)
         as_made = replace(key, form=key.form.arriving(Layout.STRIDE_HV))
         for asked in dict.fromkeys((key, as_made)):
             decision = self.stored_decision(spec, asked, device)
-            if decision is not None:
+            if decision is not None and (forced is None or decision.source == "pinned"):
                 return decision.candidate.partition("/")[0]
-        return None
+        return None if forced is None else forced.variant
 
     def stored_decision(self, spec: OpSpec, key: Key, device: torch.device) -> DecisionRecord | None:
-        """The cache's decision for a key, where its candidate still exists as it was measured."""
+        """The cache's decision for a key, if its candidate still exists in the revision that was measured."""
         resolution = self.resolution(spec, key, device)
         return None if resolution is None else resolution.record
 
     def resolution(self, spec: OpSpec, key: Key, device: torch.device) -> Resolution | None:
-        """The same, with the layer that holds it."""
-        alive = {candidate.id: candidate.revision for candidate in spec.candidates(key)}
+        """As `stored_decision`, with the layer of the cache that holds the decision."""
+        alive = {candidate.id: candidate.revision for candidate in candidates(spec, key, device)}
         environments = [environment(device).id]
         if device.type == "npu":  # what the compiler's counts say serves until something is measured
             environments.append(PREDICTED + driver.chip(device).name)
@@ -109,7 +109,7 @@ class Decisions:
         return resolution
 
     def quarantine(self, record: DecisionRecord, error: Exception) -> None:
-        """Store that a decision's winner failed, so that it is not used again while that is believed."""
+        """Store that a decision's winner failed, so that nobody uses it for as long as the failure is believed."""
         failure = MeasurementRecord(
             candidate=record.candidate,
             revision=record.revision,
@@ -127,29 +127,34 @@ class Decisions:
     ) -> tuple[Outcome, DecisionRecord]:
         """Tune a key and publish the decision.
 
-        In a process of its own where `[tuning] isolate` says so, for which this one waits.
+        Where `[tuning] isolate` says so, the key is tuned in a process of its own, for which this one waits.
 
         Args:
             spec: The op.
             key: The key, T as it is tuned.
-            device: Where.
-            budget_s: Seconds, where there are fewer than the settings' budget.
+            device: The device to tune on.
+            budget_s: Seconds that it may take, if fewer than the settings' budget.
 
         Raises:
-            TuningError: No candidate is right.
-            TooLittleMemoryError: There is less free device memory than tuning the key takes.
-            UnsupportedProblemError: Nothing runs the key on this device.
+            TuningError: No candidate computes the right results.
+            TooLittleMemoryError: The device has less free memory than tuning the key takes.
+            UnsupportedProblemError: No candidate runs the key on this device.
         """
         where = environment(device)
         self.require_memory(spec, key, device)
-        alive = {candidate.id: candidate.revision for candidate in spec.candidates(key)}
+        alive = {candidate.id: candidate.revision for candidate in candidates(spec, key, device)}
         known = self.known_failures(key, where.id, alive)
         budget_s = min(budget_s or math.inf, self.config.tuning.budget_s)
-        if self.isolated(device):
-            outcome = tune_isolated(spec, key, device, self.config, known, budget_s)
-        else:
-            outcome = self.measured(spec, key, device, known, budget_s)
-        winner = next(candidate for candidate in spec.candidates(key) if candidate.id == outcome.winner)
+        try:
+            if self.isolated(device):
+                outcome = tune_isolated(spec, key, device, self.config, known, budget_s)
+            else:
+                outcome = self.measured(spec, key, device, known, budget_s)
+        except NoRightCandidateError as error:
+            default = spec.default(key, driver.chip(device))
+            self.publish_check(spec, key, device, error.measurements, default)
+            raise
+        winner = candidate_of(spec, key, device, outcome.winner)
         decision, facts = outcome_record(key, where, outcome, winner)
         count_tuning(spec.name)
         try:
@@ -158,6 +163,68 @@ class Decisions:
             log.warning("cache: %s: the decision is kept in memory only", error)
         log.info("%s: %s", key, describe(outcome))
         return outcome, decision
+
+    def check(self, spec: OpSpec, key: Key, device: torch.device, candidate: Candidate) -> bool:
+        """Compare a candidate with the oracle, without timing it, and store the outcome; answers whether it is right.
+
+        In a process of its own where `[tuning] isolate` says so, for which this one waits.
+
+        Args:
+            spec: The op.
+            key: The key, T as it is tuned.
+            device: Where.
+            candidate: The candidate.
+
+        Raises:
+            TuningError: It could not be checked.
+            UnsupportedProblemError: Nothing runs the key on this device.
+        """
+        self.require_memory(spec, key, device)
+        budget_s = self.config.tuning.budget_s
+        try:
+            if self.isolated(device):
+                outcome = tune_isolated(spec, key, device, self.config, {}, budget_s, candidate.id)
+            else:
+                outcome = self.measured(spec, key, device, {}, budget_s, only=candidate.id)
+            found: tuple[Measurement, ...] = outcome.measurements
+        except NoRightCandidateError as error:
+            found = error.measurements
+        self.publish_check(spec, key, device, found, candidate)
+        (own,) = [each for each in found if each.id == candidate.id]
+        if own.state not in ("ok", "wrong"):
+            raise TuningError(f"{candidate.id}: {own.state}: {own.reason}")
+        return own.state == "ok"
+
+    def publish_check(
+        self, spec: OpSpec, key: Key, device: torch.device, found: Sequence[Measurement], candidate: Candidate
+    ) -> None:
+        """Store what was found of candidates of which nothing was timed."""
+        where = environment(device)
+        try:
+            self.store.publish(*check_record(key, where, found, candidate, spec.default(key, driver.chip(device))))
+        except Exception as error:  # a cache never fails an op
+            log.warning("cache: %s: what was checked is kept in memory only", error)
+
+    def known_wrong(self, spec: OpSpec, key: Key, device: torch.device, candidate: Candidate) -> str:
+        """Why a candidate is known to compute wrongly; empty where it is not."""
+        alive = {each.id: each.revision for each in candidates(spec, key, device)}
+        found = self.known_failures(key, environment(device).id, alive).get((candidate.id, candidate.revision))
+        return found.reason or "wrong results" if found is not None and found.state == "wrong" else ""
+
+    def known_right(self, spec: OpSpec, key: Key, device: torch.device, candidate: Candidate) -> bool:
+        """Whether a candidate was found right in this environment, compiled to what this process compiles it to."""
+        try:
+            found = self.store.rights(key_record(key), environment(device).id)
+        except Exception as error:  # a cache never fails an op
+            log.warning("cache: %s", error)
+            return True
+        binaries = {
+            binary for name, revision, binary in found if (name, revision) == (candidate.id, candidate.revision)
+        }
+        if not binaries or "" in binaries:
+            return bool(binaries)
+        here = binary_of(spec, self.problem(key, device), candidate, device)
+        return here in binaries or not here
 
     def measured(
         self,
@@ -169,28 +236,31 @@ class Decisions:
         *,
         watched: Callable[[Trial], Trial] | None = None,
         compile_s: float | None = None,
+        only: str = "",
     ) -> Outcome:
         """Try and time the candidates of a key in this process.
 
         Args:
             spec, key, device: As of `make`.
-            known: What is known of candidates, by id and revision.
-            budget_s: Seconds.
-            watched: Wraps each candidate.
+            known: Failures of candidates that are still believed, by id and revision.
+            budget_s: Seconds that it may take.
+            watched: Wraps the trial of each candidate.
             compile_s: As of `tuner.tune`.
+            only: Id of the one candidate to check, without timing anything; empty for all.
         """
         experiment = Experiment(spec, key, device, problem=self.problem(key, device), oracle_limit=self.oracle_limit)
         measure = self.config.measure
         if device.type == "cpu" and self.timer is None:  # the interpreter's times mean nothing, so few do
             measure = measure.model_copy(update={"warmup_rounds": 1, "min_rounds": 5, "max_rounds": 5})
         tuning = self.config.tuning.model_copy(update={"budget_s": budget_s})
-        trials = experiment.trials(known)
+        trials = [trial for trial in experiment.trials(known) if only in ("", trial.id)]
         if watched is not None:
             trials = [watched(trial) for trial in trials]
         # A function of ours that is timed against another library's calls through here: no call of anybody's.
         with torch.no_grad(), self._lock, driver.guard(device), self.tallies.paused():
             timer = self.timer or make_timer(device, self.config)
-            return tune(trials, experiment.default.id, timer, measure, tuning, compile_s=compile_s)
+            default = only or experiment.default.id
+            return tune(trials, default, timer, measure, tuning, compile_s=compile_s, timing=not only)
 
     def isolated(self, device: torch.device) -> bool:
         """Whether candidates are tried in a process of their own, which an NPU's faults would take with them."""
@@ -208,7 +278,7 @@ class Decisions:
         return self.config.measure.oracle_mib << 20
 
     def known_failures(self, key: Key, where: str, known: Mapping[str, str]) -> dict[tuple[str, str], Measurement]:
-        """What the cache knows to fail for a key, by candidate and revision, as far as that is still believed."""
+        """Failures stored for a key that are still believed, by candidate and revision."""
         try:
             failures = self.store.failures(key_record(key), where, known=known)
         except Exception as error:  # a cache never fails an op
@@ -218,7 +288,7 @@ class Decisions:
 
     @property
     def store(self) -> LayeredStore:
-        """Where decisions are kept; opened when first asked for."""
+        """The caches that decisions are kept in; they open when they are first asked for."""
         with self._lock:
             if self._store is None:
                 settings = self.config.cache
@@ -229,6 +299,16 @@ class Decisions:
                     pin=self.config.tuning.pin or None,
                 )
             return self._store
+
+
+def candidates(spec: OpSpec, key: Key, device: torch.device) -> tuple[Candidate, ...]:
+    """Every candidate of a key on a device."""
+    return spec.candidates(key, buffers=driver.chip(device).buffers)
+
+
+def candidate_of(spec: OpSpec, key: Key, device: torch.device, name: str) -> Candidate:
+    """The candidate of that id, which is known to exist."""
+    return next(candidate for candidate in candidates(spec, key, device) if candidate.id == name)
 
 
 def require_server(settings: Config) -> None:

@@ -1,4 +1,4 @@
-"""What was prepared in this process, by the signature of its call."""
+"""The launches that this process prepared, by the signatures of their calls."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ..spec.declaration import OpSpec
 
 
 class Known:
-    """A signature that was prepared and has run, with the test whether a call has it.
+    """A signature whose launch is prepared and has run once, with the test whether a call has that signature.
 
     Args:
         spec: The op.
         signature: The signature.
-        prepared: What runs it.
-        tensors: The operands of a call that has it.
+        prepared: Its prepared launch.
+        tensors: The operands of a call with that signature.
 
     Attributes:
         fits: The test.
-        run: The test and, where it passes, the launch.
+        run: The test and, where a call passes it, the launch.
     """
 
     __slots__ = ("fits", "prepared", "run", "signature")
@@ -30,21 +30,19 @@ class Known:
     ) -> None:
         check = guard(tensors)
         launch = prepared.launch if prepared.direct else prepared
-        self.fits: Fits = fitting(signature, check)
-        self.run: Run = running(
-            signature, check, launch, len(spec.scalars), spread=prepared.direct, tally=prepared.tally
-        )
+        self.fits: Fits = fitting(spec, signature, check)
+        self.run: Run = running(spec, signature, check, launch, spread=prepared.direct, tally=prepared.tally)
         self.signature = signature
         self.prepared = prepared
 
 
 class Memory(dict[Signature, Prepared]):
-    """What was prepared, by signature, and shortcuts to it; clearing it forgets all.
+    """Prepared launches by signature, and shortcuts to them; clearing it forgets the shortcuts too.
 
     Attributes:
-        last: The last call of each op.
-        by_shape: The last call of an op with that shape of the main tensor.
-        bound: What packed batches of one bucket share.
+        last: For each op, the signature of its last call.
+        by_shape: For each op and shape of the main tensor, the signature of the last such call.
+        bound: Prepared launches that packed batches of one bucket share.
     """
 
     def __init__(self) -> None:

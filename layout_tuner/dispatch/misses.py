@@ -1,15 +1,14 @@
 """Calls without a decision, written to the cache in the background.
 
-A choice that stands in for a decision has a tally, as every choice has; what it counted since the last time is added
-to the cache's counts by a daemon thread, at the end of a scope, and at exit. No call waits for that. A child process
-begins with nothing to write: what its parent counted is its parent's.
+Where there is no decision, a choice stands in for one and has a tally, as every choice has. A daemon thread adds what
+such tallies have counted to the cache's counts from time to time, as do the end of a scope and the end of the process.
+No call waits for that. A child process begins with nothing to write: its parent writes what its parent counted.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
-import os
 import threading
 import weakref
 from datetime import UTC, datetime
@@ -17,6 +16,7 @@ from typing import Protocol
 
 from layout_tuner.cache.records import MissRecord
 
+from ..forking import ProcessLock, in_child
 from ..launch.tally import Tally
 from ..tuning.records import key_record
 
@@ -26,7 +26,7 @@ PAUSE_S = 5.0
 
 
 class Recorder(Protocol):
-    """What takes misses."""
+    """A store that counts misses."""
 
     def record_misses(self, misses: list[MissRecord]) -> None: ...
 
@@ -36,17 +36,17 @@ class MissLog:
 
     def __init__(self) -> None:
         self._watched: dict[int, tuple[Tally, Recorder]] = {}
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         _logs.add(self)
 
     def watch(self, tally: Tally, store: Recorder) -> None:
-        """Record from now on what a tally counts."""
+        """Record the calls of a tally from now on."""
         if id(tally) not in self._watched:
             self._watched[id(tally)] = (tally, store)
             _start()
 
     def flush(self) -> None:
-        """Write what was counted since the last time."""
+        """Write the calls that were counted since the last time."""
         with self._lock:
             fresh: dict[int, tuple[Recorder, list[tuple[Tally, int, MissRecord]]]] = {}
             now = datetime.now(UTC)
@@ -73,8 +73,7 @@ class MissLog:
                     tally.flushed = calls
 
     def forget(self) -> None:
-        """In a child: what was counted so far is the parent's to write."""
-        self._lock = threading.Lock()
+        """Leave, in a child, what was counted so far to the parent, which writes it."""
         for tally, _ in list(self._watched.values()):
             tally.flushed = tally.calls
 
@@ -85,7 +84,7 @@ _thread: threading.Thread | None = None
 
 
 def _start() -> None:
-    """Have a thread that writes."""
+    """Start the thread that writes, unless it runs."""
     global _thread
     if _thread is None or not _thread.is_alive():
         _thread = threading.Thread(target=_run, name="layout_tuner misses", daemon=True)
@@ -98,7 +97,7 @@ def _run() -> None:
 
 
 def flush() -> None:
-    """Write what every router counted since the last time."""
+    """Write the calls that every router counted since the last time."""
     for each in list(_logs):
         try:
             each.flush()
@@ -111,7 +110,9 @@ def _at_exit() -> None:
     flush()
 
 
-def _after_fork() -> None:
+@in_child
+def _forget() -> None:
+    """A child has no thread that writes yet, and nothing to write."""
     global _thread, _stop
     _thread, _stop = None, threading.Event()
     for each in list(_logs):
@@ -119,5 +120,3 @@ def _after_fork() -> None:
 
 
 atexit.register(_at_exit)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

@@ -1,11 +1,11 @@
-"""The hot path: a call's signature -> a prepared launch.
+"""The hot path: from a call's signature to its prepared launch.
 
 A hit compares the call with the last one of its op, or looks its signature up in a dictionary, and launches: no lock,
-no SQL, no environment read, no logging, no string. What a signature holds (see `guards`) settles every check, so a
-call that hits needs none.
+no SQL, no environment read, no logging, no string. Every check of a call depends on its signature alone (see
+`guards`), so a call that hits needs none.
 
-A miss makes the key and asks `choices` what runs for it. Entries stack: `enable` pushes a router, the newest wins, and
-without any the default candidates run.
+A call that misses makes its key and asks `choices` for a candidate. Entries stack: `enable` pushes a router, the newest
+wins, and without any the default candidates run.
 """
 
 from __future__ import annotations
@@ -13,33 +13,32 @@ from __future__ import annotations
 import atexit
 import itertools
 import logging
-import os
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 
 from ..config import Config
-from ..device import driver, interpreter
+from ..device import interpreter
 from ..device.environment import environment
 from ..device.failures import classify, first_line
 from ..errors import PackingError
+from ..forking import ProcessLock
 from ..launch.guards import Scalars, Signature
 from ..launch.guards import signature as signature_of
 from ..launch.prepared import Prepared
 from ..launch.tally import UNROUTED, Tally
 from ..spec import watched
 from ..spec.calls import number_faults
-from ..spec.declaration import Candidate, OpSpec
+from ..spec.declaration import REFERENCE, Candidate, OpSpec
 from ..spec.forcing import Forced
 from ..spec.keys import Key, bucketed
 from ..spec.operands import Call, Outputs, Value
-from ..tuning.deadline import FamilyLock
 from ..tuning.timing import Timer
-from . import counters
 from .choices import Choice, Choices, Policy, saved_by
+from .decisions import candidates
 from .known import Known, Memory
 from .misses import MissLog
 
@@ -53,7 +52,7 @@ _routers: weakref.WeakSet[Router] = weakref.WeakSet()
 
 
 class Router(Choices):
-    """Decisions of one `enable`, or the default candidates where `tuning` is off.
+    """Runs calls by the decisions of one `enable`, or by the default candidates where `tuning` is off.
 
     Args:
         config: Settings.
@@ -108,7 +107,7 @@ class Router(Choices):
         error: Exception,
         before: Sequence[Candidate] = (),
     ) -> Prepared:
-        """What stands in for a candidate that failed to launch, for this key and process: the default.
+        """The prepared default, which stands in for a candidate that failed to launch, for this key in this process.
 
         Where the default asks for more on-chip memory than there is, another variant stands in for it.
 
@@ -116,9 +115,9 @@ class Router(Choices):
             spec: The op.
             signature: Of the call.
             call: Its arguments.
-            failed: What failed.
-            error: How.
-            before: What failed before that.
+            failed: The launch that failed.
+            error: Its error.
+            before: Candidates that failed before it.
 
         Raises:
             Exception: `error` itself, where nothing is left to stand in, or the call itself is at fault.
@@ -126,11 +125,14 @@ class Router(Choices):
         if isinstance(error, PackingError):
             raise error
         key, device = spec.key(call), present(call).device
-        instead: Candidate | None = spec.default(key, driver.chip(device))
+        if failed.candidate.variant == REFERENCE:
+            raise error
+        choice = self.standby(spec, key, device)
+        instead: Candidate | None = choice.candidate
         tried = (*before, failed.candidate)
         if instead in tried:
             variants = {candidate.variant for candidate in tried}
-            left = (candidate for candidate in spec.candidates(key) if candidate.variant not in variants)
+            left = (candidate for candidate in candidates(spec, key, device) if candidate.variant not in variants)
             instead = next(left, None) if classify(error) == "overflow" else None
         if instead is None:
             raise error
@@ -139,7 +141,7 @@ class Router(Choices):
         held = self.choices.get(place)
         if held is not None and held.record is not None:
             self.quarantine(held.record, error)
-        choice = Choice(candidate=instead, source="default", reason="its candidate failed to launch")
+        choice = replace(choice, candidate=instead)
         self.choices[place] = choice
         prepared = self.prepare(spec, key, device, instead, call)
         prepared.tally = self.tally(spec, key, device, choice)
@@ -151,7 +153,7 @@ class Router(Choices):
         return prepared
 
     def tally(self, spec: OpSpec, key: Key, device: torch.device, choice: Choice) -> Tally:
-        """What counts the calls of a choice; those without a decision are recorded as misses, later and elsewhere."""
+        """The tally of a choice. Calls without a decision are recorded as misses, later and by another thread."""
         if not self.tuning:
             return UNROUTED
         fresh = Tally(
@@ -170,7 +172,7 @@ class Router(Choices):
         return tally
 
     def prepare(self, spec: OpSpec, key: Key, device: torch.device, candidate: Candidate, call: Call) -> Prepared:
-        """A candidate bound for a call; calls of packed batches that differ in their length only share one."""
+        """A candidate prepared for a call. Packed batches that differ only in their length share one."""
         if not key.varlen:
             return Prepared(spec, self.problem(key, device), candidate, call)
         rounded = bucketed(key, self.config.keys.bucket)
@@ -196,7 +198,7 @@ class Router(Choices):
         cu_seqlens: torch.Tensor | None,
         chunk_indices: torch.Tensor | None,
     ) -> tuple[Signature, Prepared]:
-        """What runs a call that differs from the last one of its op, prepared just now where it is new.
+        """The prepared launch of a call that differs from the last one of its op, made now where the call is new.
 
         Raises:
             TypeError, ValueError, UnsupportedProblemError: The call itself is wrong.
@@ -238,10 +240,7 @@ class Router(Choices):
         """Run a call that differs from the last one of its op, or has numbers that are no floats."""
         try:
             known = self.prepared.by_shape.get((spec, getattr(tensors[0], "shape", None)))
-        except (
-            TypeError,
-            RuntimeError,
-        ):  # a shape that cannot be hashed, or a nested tensor, which the check will name
+        except (TypeError, RuntimeError):  # a shape that cannot be hashed, or a nested tensor: the check will name it
             known = None
         if known is not None:
             try:
@@ -268,13 +267,13 @@ class Router(Choices):
     def prove(
         self, spec: OpSpec, signature: Signature, call: Call, prepared: Prepared, run: Callable[[Prepared], R]
     ) -> R:
-        """Run for the first time what was prepared for a call, and what stands in for it where it fails.
+        """Run a prepared launch for the first time, and the launches that stand in for it where it fails.
 
         Args:
             spec: The op.
             signature: Of the call.
             call: Its arguments.
-            prepared: What has not run yet: kernels compile and fail at their first launch.
+            prepared: The launch, which has not run yet: kernels compile, and fail, at their first launch.
             run: Runs the call.
 
         Raises:
@@ -300,28 +299,32 @@ class Router(Choices):
         error: Exception,
         run: Callable[[Prepared], R],
     ) -> R:
-        """Run the default for a candidate that ran before and raises now, and keep it where that helped.
+        """Run the default for a candidate that ran before and raises now, and keep the default where it runs.
 
-        What the default cannot run either is the fault of the call or of the device. What ends for want of memory
-        once may have it the next time, so the candidate is kept.
+        Where the default fails too, the fault lies with the call or the device. A candidate that ran out of memory is
+        kept: it may have enough the next time.
 
         Args:
             spec: The op.
             signature: Of the call.
             call: Its arguments.
-            failed: What failed.
-            error: How.
+            failed: The launch that failed.
+            error: Its error.
             run: Runs the call.
 
         Raises:
             Exception: `error` itself, where the default does not run either.
+            TypeError: Tensors of a kind without memory, which a hit does not tell from others.
         """
+        require_plain(spec, call.tensors)
         key, device = spec.key(call), present(call).device
-        default = spec.default(key, driver.chip(device))
-        if isinstance(error, PackingError) or failed.candidate == default:
+        if isinstance(error, PackingError) or failed.candidate.variant == REFERENCE:
+            raise error
+        instead = self.standby(spec, key, device).candidate
+        if failed.candidate == instead:
             raise error
         try:
-            results = run(self.prepare(spec, key, device, default, call))
+            results = run(self.prepare(spec, key, device, instead, call))
         except Exception:
             raise error from None
         if not isinstance(error, (torch.OutOfMemoryError, MemoryError)):
@@ -339,7 +342,7 @@ class Router(Choices):
         chunk_indices: torch.Tensor | None,
         error: Exception,
     ) -> Outputs:
-        """`rescue` for a call of one op."""
+        """As `rescue`, for a call that consists of one launch."""
 
         def run(prepared: Prepared) -> Outputs:
             return prepared(tensors, as_floats(spec, scalars), cu_seqlens, chunk_indices)
@@ -360,7 +363,7 @@ class Router(Choices):
 
 
 def running(call: Call, numbers: Scalars) -> Callable[[Prepared], Outputs]:
-    """What runs a call of one op; a function of its own, as one inside `Router.run` would cost its hits."""
+    """A function that runs a call by a prepared launch; written inside `Router.run` it would slow down hits."""
 
     def run(prepared: Prepared) -> Outputs:
         return prepared(call.tensors, numbers, call.cu_seqlens, call.chunk_indices)
@@ -379,13 +382,13 @@ def present(call: Call) -> torch.Tensor:
 # -- the stack of `enable` entries -----------------------------------------------------------------------------
 
 _DEFAULT = Router(Config(), tuning=False)
-# Runs calls on tensors that are not in memory, or that torch transforms or watches; what makes operators sets it.
+# Runs calls on tensors without memory, and calls that torch transforms or watches; set where operators are made of ops.
 elsewhere: Callable[..., Outputs] | None = None
 _current: Router = _DEFAULT
 _last = _DEFAULT.prepared.last  # the current router's; one look-up less at every call
 _entries: dict[int, Router] = {}
 _tickets = itertools.count()
-_stack_lock = threading.Lock()
+_stack_lock = ProcessLock()
 
 
 def activate(router: Router) -> None:
@@ -395,7 +398,7 @@ def activate(router: Router) -> None:
 
 
 def push(router: Router) -> int:
-    """Make a router the newest entry; the answer removes it again."""
+    """Make a router the newest entry; returns the ticket with which `remove` takes it out again."""
     with _stack_lock:
         ticket = next(_tickets)
         _entries[ticket] = router
@@ -441,24 +444,13 @@ def current() -> Router:
     return _current
 
 
-def _after_fork() -> None:
-    """Give a child locks of its own: a thread that is not there any more may have held one."""
-    global _stack_lock
-    _stack_lock = threading.Lock()
-    counters.after_fork()
-    for router in _routers:
-        router._lock = FamilyLock()
-
-
 def _at_exit() -> None:
-    """Write and close what is open, while everything that takes is still there."""
+    """Write and close what is open, while everything that this needs is still there."""
     for router in list(_routers):
         router.close()
 
 
 atexit.register(_at_exit)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 def call_by(
@@ -470,9 +462,9 @@ def call_by(
     cu_seqlens: torch.Tensor | None = None,
     chunk_indices: torch.Tensor | None = None,
 ) -> R:
-    """`call` for an op that takes more from its launch than results: `run` is handed what was prepared for the call.
+    """As `call`, for an op that needs more of its prepared launch than the results: it is handed to `run`.
 
-    Where a candidate fails, `run` is called again, with what stands in for it.
+    Where a candidate fails, `run` is called again, with the prepared launch that stands in for it.
     """
     router = _current
     known = router.prepared.last.get(spec)
@@ -480,9 +472,7 @@ def call_by(
         known.prepared.tally.calls += 1
         signature, prepared = known.signature, known.prepared
     else:
-        faults = watched.faults(dict(zip([operand.name for operand in spec.operands], tensors)))
-        if faults:
-            raise TypeError(f"{spec.name}: " + "; ".join(faults))
+        require_plain(spec, tensors)
         signature, prepared = router.lookup(spec, tensors, options, scalars, cu_seqlens, chunk_indices)
     if prepared.proven:
         try:
@@ -494,11 +484,18 @@ def call_by(
     return router.prove(spec, signature, arguments, prepared, run)
 
 
+def require_plain(spec: OpSpec, tensors: Sequence[torch.Tensor | None]) -> None:
+    """Raises `TypeError` that names every operand of a kind that kernels cannot read."""
+    faults = watched.faults(dict(zip([operand.name for operand in spec.operands], tensors)))
+    if faults:
+        raise TypeError(f"{spec.name}: " + "; ".join(faults))
+
+
 def as_floats(spec: OpSpec, scalars: Scalars) -> Scalars:
     """Numbers as kernels take them.
 
     Raises:
-        TypeError: One that is no number; a tensor would have to be waited for.
+        TypeError: A value is no number; for the number in a tensor the host would have to wait.
     """
     faults = number_faults(spec, scalars)
     if faults:
@@ -517,7 +514,7 @@ def call(
     """Run an op. A chosen candidate that fails to launch is put aside and the default runs in its place."""
     try:
         known = _last[spec]
-    except KeyError:  # left before anything runs: an error of the call is no consequence of this one
+    except KeyError:  # nothing runs inside this block: its errors would name the KeyError as their cause
         results = None
     else:
         try:

@@ -1,4 +1,4 @@
-"""Other libraries' calls, routed."""
+"""Routes calls that other libraries make."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def take_over(router: Router) -> None:
-    """Serve flash-linear-attention's calls while `router` is the newest entry; nothing where it is not installed.
+    """Serve flash-linear-attention's calls while `router` is the newest entry; does nothing where it is not installed.
 
     Raises:
         ConfigError: A release that is too old.

@@ -1,12 +1,12 @@
-"""flash-linear-attention's calls, served from here while an `enable` entry is the newest.
+"""Serves flash-linear-attention's calls while the newest `enable` entry asks for that.
 
 That library has a public registry of backends, which its functions ask at every call. One backend, `layout_tuner`, is
 registered there once, ahead of its own: for the whole op `chunk_gated_delta_rule` and for each kernel op. The registry
 cannot unregister, so the backend says it is not available while no entry with `fla=True` is the newest one.
 
-`enable` never imports the library, which takes longer than importing torch and initialises the device. Where it is
-installed and not imported yet, a finder that finds nothing watches imports, and registers as soon as the library's
-modules are there.
+`enable` never imports the library: that takes longer than importing torch, and it initialises the device. While the
+library is installed and not imported, a hook in `sys.meta_path` that resolves no module sees each import, and the
+backend is registered as soon as the library's modules are loaded.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ import functools
 import importlib.metadata
 import importlib.util
 import logging
-import os
 import re
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +24,7 @@ from typing import Any
 
 from ..dispatch.router import Router
 from ..errors import ConfigError
+from ..forking import ProcessLock
 from .rivalry import Rivalry, rivalry
 from .takeover import Takeover, aside, available, fallthroughs, serve, served, yielded
 
@@ -55,27 +54,17 @@ HOMES: dict[str, tuple[str, str | None]] = {
     "solve_tril": ("fla.ops.utils.solve_tril", None),
 }
 
-_lock = threading.RLock()
-
-
-def _after_fork() -> None:
-    """Give a child a lock of its own: a thread that is not there any more may have held the parent's."""
-    global _lock
-    _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+_lock = ProcessLock()
 
 
 @functools.cache
 def takeover(op: str) -> Takeover:
-    """The one takeover of an op."""
+    """The takeover of an op; there is one for each op."""
     return Takeover(op, own_rivalry)
 
 
 def own_rivalry(taken: Takeover) -> Rivalry | None:
-    """Ours against the library's own function of an op; None while its module is not imported."""
+    """The comparison of our op with the library's function; None while the library's module is not imported."""
     library = getattr(sys.modules.get(HOMES[taken.op][0]), taken.op, None)
     if library is None:
         return None
@@ -87,7 +76,7 @@ _pending = set(HOMES)
 
 
 class _Watch:
-    """A finder that finds nothing: it learns that modules of the library are being imported."""
+    """A hook in `sys.meta_path` that resolves no module and only sees when one of the library is imported."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name.startswith("fla."):
@@ -101,7 +90,7 @@ _watch = _Watch()
 
 
 def attach(made: Router) -> None:
-    """Let calls of the library be served while `made` is the newest entry.
+    """Serve the library's calls while the router `made` is the newest entry.
 
     Raises:
         ConfigError: The installed release has no registry of backends.
@@ -116,7 +105,7 @@ def attach(made: Router) -> None:
 
 
 def connect() -> None:
-    """Register for every op whose registry is there by now."""
+    """Register the backend for every op whose module the library has loaded by now."""
     if not _pending:
         return
     backends = sys.modules.get("fla.backends")
@@ -142,7 +131,7 @@ def connect() -> None:
 
 
 def backend_class(backends: ModuleType, takeovers: Sequence[Takeover] = ()) -> type:
-    """The backend, with a method and a verifier for each op, as the library's registry looks them up."""
+    """The backend's class, with a method and a verifier for each op, under the names that the registry looks up."""
     members: dict[str, object] = {
         "__doc__": "Calls that layout_tuner serves while it is enabled.",
         "backend_type": "layout_tuner",
@@ -158,7 +147,7 @@ def backend_class(backends: ModuleType, takeovers: Sequence[Takeover] = ()) -> t
 
 
 def register_function(backends: ModuleType, function: Callable[..., Any], takeover: Takeover) -> None:
-    """Register for a function that has a registry of its own."""
+    """Register the backend for a function of the library that has a registry of its own."""
     try:
         backends.register(function, backend=backend_class(backends), verifier=takeover.verify)(takeover.run)
     except KeyError:
@@ -166,7 +155,7 @@ def register_function(backends: ModuleType, function: Callable[..., Any], takeov
 
 
 def installed() -> bool:
-    """Whether a release that can be served is installed.
+    """Whether the library is installed in a release whose calls can be served.
 
     Raises:
         ConfigError: It is too old.
@@ -188,7 +177,7 @@ def installed() -> bool:
 
 @functools.cache
 def installed_release() -> str | None:
-    """The library's version; None where no distribution says."""
+    """The library's installed version; None where its package metadata is missing."""
     for name in ("fla-core", "flash-linear-attention"):
         try:
             return importlib.metadata.version(name)
@@ -198,5 +187,5 @@ def installed_release() -> str | None:
 
 
 def version(release: str) -> tuple[int, ...]:
-    """Major and minor."""
+    """The major and minor number of a version."""
     return tuple(int(part) for part in re.findall(r"\d+", release)[:2])

@@ -1,16 +1,15 @@
 """Another library's function as the rival of an op of ours: checked against the oracle, timed, and stored.
 
-A rivalry is an op whose candidates are the two whole functions, each through its public door. It is tuned as any op
-is, so calls that come through the library are never slower for it; calls of `layout_tuner.ops` are not affected.
+A rivalry is an op with two candidates: our public function and the library's. It is tuned as any op is, so that a call
+of the library runs whichever is faster. Calls of `layout_tuner.ops` do not look at it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ import torch
 from ..spec.declaration import Candidate, Launch, OpSpec, Problem
 from ..spec.keys import Key
 from ..spec.operands import Outputs
-from ..tuning.experiment import as_tuple
+from ..tuning.checking import as_tuple
 from ..tuning.inputs import option_value
 
 OURS = "layout_tuner"
@@ -39,11 +38,16 @@ class Rivalry(OpSpec):
 
     @functools.cached_property
     def revision(self) -> str:
-        """Of both: our sources and the library's release."""
+        """The revision: a hash of our op's revision and the library's release."""
         return f"{self.ours}+{self.release}"
 
+    @property
+    def unbuffered(self) -> tuple[str, ...]:
+        """None: how either is compiled is decided behind its door."""
+        return ()
+
     def nothing_to_choose(self, key: Key) -> bool:
-        """Never: with one head, too, either may be faster."""
+        """Always False: with one head, too, either function may be faster."""
         return False
 
 
@@ -64,7 +68,7 @@ def rivalry(
         library: The library's function.
         name: The library's name; the rivalry is stored as `name.op`.
         release: Its name and version.
-        aside: Within it, the library runs what it would run without us.
+        aside: Makes a context in which the library runs its own function.
     """
 
     def bind(problem: Problem, candidate: Candidate) -> Launch:
@@ -72,7 +76,7 @@ def rivalry(
             return bind_function(spec, problem, ours, nullcontext)
         return bind_function(spec, problem, library, aside)
 
-    taken = {field.name: getattr(spec, field.name) for field in dataclasses.fields(OpSpec)}
+    taken = {field.name: getattr(spec, field.name) for field in fields(OpSpec)}
     changed: dict[str, Any] = dict(
         name=f"{name}.{spec.name}",
         layout_groups=(),
@@ -142,7 +146,7 @@ def forward_backward(
             (result, given) for result, given in zip(results, upstream) if result is not None and given is not None
         ]
         ends, starts = [result for result, _ in asked], [given for _, given in asked]
-        found = torch.autograd.grad(ends, list(leaves.values()), starts, allow_unused=True)
-    gradients = dict(zip(leaves, found))
+        computed = torch.autograd.grad(ends, list(leaves.values()), starts, allow_unused=True)
+    gradients = dict(zip(leaves, computed))
     detached = [None if result is None else result.detach() for result in results]
     return (*detached, *[gradients.get(name) for name in inputs])

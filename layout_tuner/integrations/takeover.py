@@ -1,8 +1,8 @@
-"""A call of another library: who runs it, and what became of it.
+"""Decides whether a call of flash-linear-attention runs here or in the library, and counts both.
 
-A call is judged before it is taken: one that no kernel here serves goes to the library, is counted, and its reason is
-logged once; one that the library was measured to run faster goes to it as well. Verdicts are kept by entry and by the
-facts of a call.
+Each call is judged first. The library runs it where no kernel here serves it, which is counted and whose reason is
+logged once, and where the library was measured to be faster. A verdict is remembered for an entry of `enable` and for
+all calls whose arguments look the same to `trait`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import collections
 import inspect
 import logging
 import numbers
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -22,13 +21,14 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import ops
-from ..device import interpreter
+from ..device import driver, interpreter
 from ..dispatch import router
 from ..dispatch.counters import Library, count_library
 from ..dispatch.router import Router
+from ..forking import ProcessLock
 from ..ops.local_cumsum import output_dtype_name
 from ..spec import registry
-from ..spec.keys import Key
+from ..spec.keys import Key, bucketed
 from ..spec.operands import Call, Value
 from .rivalry import OURS, Rivalry
 
@@ -44,26 +44,26 @@ TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 # -- counts ----------------------------------------------------------------------------------------------------
 
-_lock = threading.RLock()
+_lock = ProcessLock()
 _served: collections.Counter[str] = collections.Counter()
 _yielded: collections.Counter[str] = collections.Counter()
 _fallthroughs: collections.Counter[tuple[str, str]] = collections.Counter()
 
 
 def served() -> dict[str, int]:
-    """Calls of the library that ran here, by op."""
+    """How many calls of the library ran here, by op."""
     with _lock:
         return dict(_served)
 
 
 def yielded() -> dict[str, int]:
-    """Calls left to the library because it was measured to be faster, by op."""
+    """How many calls the library ran because it was measured to be faster, by op."""
     with _lock:
         return dict(_yielded)
 
 
 def fallthroughs() -> dict[tuple[str, str], int]:
-    """Calls left to the library because nothing here serves them, by op and reason."""
+    """How many calls the library ran because no kernel here serves them, by op and reason."""
     with _lock:
         return dict(_fallthroughs)
 
@@ -71,21 +71,11 @@ def fallthroughs() -> dict[tuple[str, str], int]:
 count_library(Library(served, yielded, fallthroughs))
 
 
-def _after_fork() -> None:
-    """Give a child a lock of its own: a thread that is not there any more may have held it."""
-    global _lock
-    _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
-
 # -- when the backend serves -----------------------------------------------------------------------------------
 
 
 class Verdict(NamedTuple):
-    """Who runs a call: `taken` here, else the library, as no kernel serves it or as the library is `faster`."""
+    """Who runs a call: this project if `taken`; else the library, because it is `faster` or because of `reason`."""
 
     taken: bool
     reason: str | None = None
@@ -103,18 +93,18 @@ _thread = _Thread()
 
 
 def serve(made: Router) -> None:
-    """Let calls of the library be served while `made` is the newest entry."""
+    """Serve the library's calls while the router `made` is the newest entry."""
     _verdicts[made] = {}
 
 
 def available() -> bool:
-    """Whether the newest entry takes the library's calls and this thread does not stand aside."""
+    """Whether the newest entry serves the library's calls and this thread is not inside `aside`."""
     return router.current() in _verdicts and not _thread.aside
 
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Within it, this thread's calls of the library run what they would run without this backend."""
+    """Within this context the library runs this thread's calls itself, as if this backend did not exist."""
     before = _thread.aside
     _thread.aside = True
     try:
@@ -127,11 +117,11 @@ def aside() -> Iterator[None]:
 
 
 class Takeover:
-    """An op of the library that is served here.
+    """An op of the library, and the decision for each of its calls who runs it.
 
     Args:
-        op: Its name, there and here.
-        make_rivalry: Makes the comparison with the library's own; None while the library is not imported.
+        op: The op's name, which is the same in the library and here.
+        make_rivalry: Makes the comparison with the library's function; returns None while the library is not imported.
     """
 
     def __init__(self, op: str, make_rivalry: Callable[[Takeover], Rivalry | None]) -> None:
@@ -145,27 +135,27 @@ class Takeover:
         self._rivalry: Rivalry | None = None
 
     def verify(self, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
-        """Whether a call is served here, and why not, as the library's registry asks."""
+        """Answer the library's registry: whether this call is served here, and if not, why."""
         made = router.current()
         known = _verdicts.get(made)
         if known is None:
             return False, "no entry takes calls of this library"
-        facts = (self.op, len(args), torch.is_grad_enabled(), *map(fact, self.names, args))
+        traits = (self.op, len(args), torch.is_grad_enabled(), *map(trait, self.names, args))
         if kwargs:
-            facts += (*kwargs, *map(fact, kwargs, kwargs.values()))
-        verdict = known.get(facts)
+            traits += (*kwargs, *map(trait, kwargs, kwargs.values()))
+        verdict = known.get(traits)
         if verdict is None:
             verdict, lasting = self.judge(made, args, kwargs)
             if lasting:
                 if len(known) >= MOST_VERDICTS:
                     known.clear()
-                known[facts] = verdict
+                known[traits] = verdict
         if not verdict.taken:
             self.count(verdict)
         return verdict.taken, verdict.reason
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """A call that was found to be served."""
+        """Run a call that `verify` took."""
         with _lock:
             _served[self.op] += 1
         named = self.known(self.named(args, kwargs))
@@ -176,7 +166,7 @@ class Takeover:
         return self.ours(**named)
 
     def named(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """A call's arguments by name; flags that are left open (None) are False."""
+        """A call's arguments by name; a flag that is None counts as False."""
         named = dict(zip(self.names, args)) | kwargs
         for flag in self.flags:
             if flag in named:
@@ -184,11 +174,11 @@ class Takeover:
         return named
 
     def known(self, named: dict[str, Any]) -> dict[str, Any]:
-        """Without the arguments that ours does not have; they were found to ask for nothing."""
+        """The arguments that our op has; `refusals` has seen that the others ask for nothing."""
         return {name: value for name, value in named.items() if name in self.names}
 
     def count(self, verdict: Verdict) -> None:
-        """Count a call that is left to the library; say why once."""
+        """Count a call that the library runs, and log each reason once."""
         reason = verdict.reason or ""
         with _lock:
             if verdict.faster:
@@ -202,7 +192,7 @@ class Takeover:
     # -- the verdict -------------------------------------------------------------------------------------------
 
     def judge(self, made: Router, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Verdict, bool]:
-        """Who runs a call, and whether that holds for later calls of the same facts."""
+        """The verdict on a call, and whether it may be remembered for later calls that look the same to `trait`."""
         try:
             named = self.named(args, kwargs)
             reasons = self.refusals(args, named)
@@ -221,7 +211,7 @@ class Takeover:
             return Verdict(True), True
 
     def refusals(self, args: Sequence[Any], named: dict[str, Any]) -> list[str]:
-        """What a call asks for that no op here has; operands apart, which the op's own declaration checks."""
+        """Reasons why no op here can run a call; its operands are not looked at, the op's declaration checks them."""
         reasons = [
             f"{name}: not an argument here"
             for name, value in named.items()
@@ -243,7 +233,7 @@ class Takeover:
         return reasons
 
     def call(self, named: dict[str, Any]) -> Call:
-        """The call as our op's declaration describes one; what no key depends on is left out."""
+        """The call in the form of our op's declaration, without the arguments that no key depends on."""
         tensors = []
         for operand in self.spec.operands:
             value = named.get(operand.name)
@@ -270,7 +260,16 @@ class Takeover:
         )
 
     def contest(self, made: Router, key: Key, device: torch.device) -> tuple[Verdict, bool]:
-        """Whether the library was measured to be faster; measures it where misses are tuned."""
+        """The verdict by the measured times of both, and whether it lasts; measures them where misses are tuned.
+
+        A call for which no kernel here is right is the library's, where the settings do not want an error.
+        """
+        rounded = bucketed(key, made.config.keys.bucket)
+        default = self.spec.default(key, driver.chip(device))
+        wrong = made.known_wrong(self.spec, rounded, device, default)
+        undecided = wrong and made.decided(self.spec, rounded, device, default) is None
+        if undecided and made.config.routing.on_wrong == "reference":
+            return Verdict(False, f"the kernels here compute it wrongly on this device: {wrong}"), True
         rival = self.rivalry()
         if rival is None:
             return Verdict(True), True
@@ -288,14 +287,14 @@ class Takeover:
         return Verdict(False, "its own implementation was measured to be faster", faster=True), choice.frozen
 
     def rivalry(self) -> Rivalry | None:
-        """Ours against the library's; None while the library is not imported."""
+        """The comparison of our op with the library's function; None while the library is not imported."""
         if self._rivalry is None:
             self._rivalry = self.make_rivalry(self)
         return self._rivalry
 
 
-def fact(name: str, value: Any) -> object:
-    """All of an argument that a verdict depends on."""
+def trait(name: str, value: Any) -> object:
+    """The properties of an argument that a verdict depends on, as a hashable value."""
     kind = type(value)
     if kind in TENSORS:
         if name in PACKING:

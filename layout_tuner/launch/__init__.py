@@ -1,1 +1,1 @@
-"""From a candidate and a call to a prepared launch, and a quick test whether a later call has it."""
+"""Launches: a candidate is prepared for a call, and a quick test says which later calls may use what was prepared."""

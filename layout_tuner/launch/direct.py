@@ -11,16 +11,15 @@ The check and the launch are one generated function per set of facts: unrolled, 
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any, Literal
 
 import torch
 
 from ..device import driver
+from .generated import define, distinct
 
 log = logging.getLogger(__name__)
 
@@ -39,18 +38,19 @@ class Style:
 
     Attributes:
         distribution: Name of the package.
-        version: `major.minor` that was verified.
+        version: The release that was verified. Another one, a development build too, may hand its launcher other
+            arguments, which would write anywhere in memory.
         target: Name of the backend.
-        quiet: Expression that says that nothing of Triton's watches launches; while a profiler or a hook does, they go
-            through Triton, which serves it.
-        call: The launcher's arguments before the kernel's; here as in `quiet`, what differs from launch to launch
-            stands in braces: `grid`, `stream`, `kernel` and what `names` gives.
-        addresses: Whether pointers are handed over as addresses; a tensor costs the launcher a method call and a
-            question to the driver.
+        quiet: A Python expression that is true while no profiler and no hook of Triton's watches launches. While one
+            does, launches go through Triton, which calls it.
+        call: The arguments that the launcher takes ahead of the kernel's own, as Python text. A name in braces, here
+            and in `quiet`, is replaced by what the generated text calls `grid`, `stream`, `kernel` or one of `names`.
+        addresses: Whether the launcher is handed addresses in place of tensors. It would ask each tensor for its
+            address by a method call, and the driver whether that address is its own.
         constants: Whether the launcher takes the compile-time constants too.
-        most_programs: The largest grid that Triton lets pass unseen.
-        names: The launcher, `start`, and what `quiet` and `call` name, from the compiled kernel; None where it is to
-            be launched by Triton.
+        most_programs: The largest grid that Triton launches without a check or a warning of its own.
+        names: Gives, for a compiled kernel, its launcher as `start` and everything else that `quiet` and `call` name;
+            None where only Triton can launch the kernel.
     """
 
     distribution: str
@@ -68,7 +68,7 @@ class Style:
 
 
 def cuda_names(compiled: Any) -> Mapping[str, Any] | None:
-    """The launcher of a kernel compiled by Triton 3.6, and what it takes."""
+    """The launcher of a kernel that Triton 3.6 compiled, and what it is called with."""
     from triton import knobs
 
     run = compiled.run
@@ -87,7 +87,7 @@ def cuda_names(compiled: Any) -> Mapping[str, Any] | None:
 
 
 def npu_names(compiled: Any) -> Mapping[str, Any]:
-    """The launcher of a kernel compiled by triton-ascend 3.2, and what it takes."""
+    """The launcher of a kernel that triton-ascend 3.2 compiled, and what it is called with."""
     return {
         "start": compiled.run,
         "function": compiled.function,
@@ -99,7 +99,7 @@ def npu_names(compiled: Any) -> Mapping[str, Any]:
 STYLES = (
     Style(
         distribution="triton",
-        version="3.6",
+        version="3.6.0",
         target="cuda",
         quiet=(
             "not ({runtime}.launch_enter_hook.calls or {runtime}.launch_exit_hook.calls or {kernel}.pre_run_hooks"
@@ -116,7 +116,7 @@ STYLES = (
     # The Ascend launcher asks tensors for their shapes while msprof records, so it is given tensors.
     Style(
         distribution="triton-ascend",
-        version="3.2",
+        version="3.2.0",
         target="npu",
         quiet=("{hooks}.launch_enter_hook is None and {hooks}.launch_exit_hook is None and not {kernel}.pre_run_hooks"),
         call="{grid}, 1, 1, {stream}, {function}, {metadata}, None, None, None",
@@ -130,11 +130,11 @@ STYLES = (
 
 @functools.cache
 def style() -> Style | None:
-    """How this process launches directly; None where its Triton is not verified, which is said once."""
+    """The style of this process's Triton; None where that Triton was not verified, which is logged once."""
     distribution, version = driver.triton_distribution()
     target = driver.launch_target()
     for known in STYLES:
-        if (known.distribution, known.target) == (distribution, target) and version.startswith(f"{known.version}."):
+        if (known.distribution, known.version, known.target) == (distribution, version, target):
             return known
     verified = ", ".join(map(str, STYLES))
     log.info("%s %s launches kernels by its own path (direct launches: %s)", distribution, version, verified)
@@ -143,7 +143,7 @@ def style() -> Style | None:
 
 @functools.cache
 def say_interpreted() -> None:
-    """Say, once, that the interpreter runs the kernels."""
+    """Log, once, that the interpreter runs the kernels."""
     log.info("the interpreter of %s %s runs the kernels", *driver.triton_distribution())
 
 
@@ -151,11 +151,15 @@ def say_interpreted() -> None:
 
 
 def run_time_parameters(kernel: Any, constants: Mapping[str, Constant]) -> list[Any] | None:
-    """The parameters a launch passes one by one; None where constants do not follow them all.
+    """The parameters whose values every launch passes, in order.
 
     Args:
         kernel: The jitted function.
         constants: The compile-time constants it is bound to.
+
+    Returns:
+        None where the constants are not exactly the kernel's last parameters, or where a parameter is annotated: then
+        only Triton can put the arguments in order.
     """
     cut = len(kernel.params) - len(constants)
     fits = [parameter.name for parameter in kernel.params[cut:]] == list(reordered(kernel, constants))
@@ -170,33 +174,37 @@ def reordered(kernel: Any, constants: Mapping[str, Constant]) -> dict[str, Const
 
 
 def facts(parameters: Sequence[Any], arguments: Sequence[Any]) -> Facts | None:
-    """The device of the arguments and all that Triton specialises a kernel on; None for what only Triton serves.
+    """The device of the arguments, and of each one everything that Triton compiles a kernel for.
 
     Args:
         parameters: The kernel's run-time parameters.
         arguments: Their values.
+
+    Returns:
+        None where only Triton can launch such arguments: of two devices, without any tensor, or of a kind that this
+        module does not know.
     """
     if len(parameters) != len(arguments):
         return None
     device = None
-    found: list[object] = []
+    each: list[object] = []
     for parameter, argument in zip(parameters, arguments):
         if argument is None:
-            found.append(None)
+            each.append(None)
         elif isinstance(argument, torch.Tensor):
             if device is None:
                 device = argument.get_device()
             elif argument.get_device() != device:
                 return None
             align = not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
-            found.append((argument.dtype, argument.data_ptr() % ALIGNMENT == 0 if align else None))
+            each.append((argument.dtype, argument.data_ptr() % ALIGNMENT == 0 if align else None))
         elif type(argument) is float:
-            found.append(float)
+            each.append(float)
         elif type(argument) is int and parameter.do_not_specialize and 0 <= argument <= INT32_MAX:
-            found.append(int)
+            each.append(int)
         else:
             return None
-    return None if device is None else (device, tuple(found))
+    return None if device is None else (device, tuple(each))
 
 
 # -- the generated launch --------------------------------------------------------------------------------------
@@ -218,63 +226,83 @@ def direct_launch(
         `launch(grid, *arguments) -> bool`.
     """
     device, each = known
+    values = list(reordered(kernel, constants).items()) if how.constants else []
+    own = (
+        "launch",
+        "grid",
+        "start",
+        "stream",
+        "device",
+        "kernel",
+        *names,
+        "type",
+        "float",
+        "AttributeError",
+        "TypeError",
+    )
+    wanted = [*[parameter.name for parameter in kernel.params[: len(each)]], *[name for name, _ in values]]
+    called = distinct(wanted, own, (AT, DTYPE))
+    arguments, passed = called[: len(each)], called[len(each) :]
     scope: dict[str, Any] = {**names, "kernel": kernel, "stream": driver.raw_stream(), "device": device}
-    scope |= {f"t{i}": fact[0] for i, fact in enumerate(each) if isinstance(fact, tuple)}
-    values = list(reordered(kernel, constants).values()) if how.constants else []
-    scope |= {f"c{i}": value for i, value in enumerate(values)}
-    exec(code(source(how, each, len(values))), scope)
-    made: DirectLaunch = scope["launch"]
+    scope |= {f"{x}{DTYPE}": fact[0] for x, fact in zip(arguments, each) if isinstance(fact, tuple)}
+    scope |= {name: value for name, (_, value) in zip(passed, values, strict=True)}
+    text = source(how, dict(zip(arguments, each, strict=True)), passed)
+    made: DirectLaunch = define("launch", text, f"a launch of {name_of(kernel)}", scope)
     return made
 
 
-@functools.cache
-def code(text: str) -> CodeType:
-    """A source, compiled once: kernels of one form share it."""
-    return compile(text, "<direct launch>", "exec")
+def name_of(kernel: Any) -> str:
+    """A kernel's name."""
+    return str(getattr(kernel, "__name__", "a kernel"))
 
 
 class AsNamed(dict[str, str]):
-    """What stands for the names in a style's texts: themselves, where nothing else is given."""
+    """For `str.format_map`: a name in braces stays that name where nothing else is given for it."""
 
     def __missing__(self, name: str) -> str:
         return name
 
 
-def source(how: Style, each: Sequence[object], constants: int) -> str:
+# A launch calls the address of `q` `q_at`, and the dtype that the kernel was compiled for `q_dtype`.
+AT, DTYPE = "_at", "_dtype"
+
+
+def source(how: Style, each: Mapping[str, object], constants: Sequence[str]) -> str:
     """The text of a direct launch.
 
     Args:
         how: The style of this Triton.
-        each: Facts of each argument.
-        constants: How many compile-time constants the launcher takes.
+        each: Facts of each argument, by its name.
+        constants: Names of the compile-time constants that the launcher takes.
     """
-    arguments = [f"a{i}" for i in range(len(each))]
-    tensors = [i for i, fact in enumerate(each) if isinstance(fact, tuple)]
-    numbers = [f"a{i}" for i, fact in enumerate(each) if fact is int]
-    conditions = [f"a{tensors[0]}.get_device() == device"]
-    conditions += [f"a{i}.dtype is t{i}" for i in tensors]
-    conditions += [f"a{i} is None" for i, fact in enumerate(each) if fact is None]
-    conditions += [f"type(a{i}) is float" for i, fact in enumerate(each) if fact is float]
+    tensors = {x: fact[1] for x, fact in each.items() if isinstance(fact, tuple)}
+    numbers = [x for x, fact in each.items() if fact is int]
+    conditions = [f"{next(iter(tensors))}.get_device() == device"]
+    conditions += [f"{x}.dtype is {x}{DTYPE}" for x in tensors]
+    conditions += [f"{x} is None" for x, fact in each.items() if fact is None]
+    conditions += [f"type({x}) is float" for x, fact in each.items() if fact is float]
     conditions += [f"0 <= {' | '.join(numbers)} <= {INT32_MAX}"] if numbers else []
     conditions += [f"0 < grid <= {how.most_programs}", how.quiet.format_map(AsNamed())]
-    aligned = [f"p{i}" for i in tensors if each[i][1] is True]  # type: ignore[index]
-    shifted = [f"p{i}" for i in tensors if each[i][1] is False]  # type: ignore[index]
-    alignment = [f"not ({' | '.join(aligned)}) % {ALIGNMENT}"] if aligned else []
-    alignment += [f"{pointer} % {ALIGNMENT}" for pointer in shifted]
-    handed = [f"p{i}" if i in tensors and how.addresses else f"a{i}" for i in range(len(each))]
-    handed += [f"c{i}" for i in range(constants)]
+    aligned = [f"{x}{AT}" for x, at in tensors.items() if at is True]
+    shifted = [f"{x}{AT}" for x, at in tensors.items() if at is False]
+    misaligned = [f"({' | '.join(aligned)}) % {ALIGNMENT}"] if aligned else []
+    misaligned += [f"not {address} % {ALIGNMENT}" for address in shifted]
+    handed = [f"{x}{AT}" if x in tensors and how.addresses else x for x in each]
     return "\n".join(
-        itertools.chain(
-            [f"def launch(grid, {', '.join(arguments)}):"],
-            ["    try:"],
-            [f"        if not ({' and '.join(conditions)}):"],
-            ["            return False"],
-            [f"        p{i} = a{i}.data_ptr()" for i in tensors],
-            ["    except (AttributeError, TypeError):"],  # another kind of argument than these facts say
-            ["        return False"],
-            [f"    if not ({' and '.join(alignment) or 'True'}):"],
-            ["        return False"],
-            [f"    start({how.call.format_map(AsNamed(stream='stream(device)'))}, {', '.join(handed)})"],
-            ["    return True"],
-        )
+        [
+            f"def launch(grid, {', '.join(each)}):",
+            "    try:",
+            "        if not (",
+            f"            {conditions[0]}",
+            *[f"            and {condition}" for condition in conditions[1:]],
+            "        ):",
+            "            return False",
+            *[f"        {x}{AT} = {x}.data_ptr()" for x in tensors],
+            "    except (AttributeError, TypeError):  # another kind of argument than was compiled for",
+            "        return False",
+            *([f"    if {' or '.join(misaligned)}:", "        return False"] if misaligned else []),
+            f"    start({how.call.format_map(AsNamed(stream='stream(device)'))}, {', '.join([*handed, *constants])})",
+            "    return True",
+            "",
+        ]
     )

@@ -1,19 +1,25 @@
-"""What of a call a prepared launch depends on, and a quick test whether a later call has the same.
+"""The facts of a call that a prepared launch depends on, and a quick test whether a later call has the same facts.
 
-The facts of a call are the options and, of every operand, shape, dtype, device and whether it is row-major; of a
-time-axis operand that is not, the strides. (Any other operand that is not row-major is copied, whatever its strides.)
-Facts make a signature, which is hashed; the test compares with one known signature, operand by operand, and stops at
-the first difference. It is one generated function for each pattern of operands: unrolled, it costs half of a loop.
+The facts of a call are its options and, of every operand, shape, dtype, device and whether it is row-major; of a
+time-axis operand that is not row-major, also the strides. (Any other operand that is not row-major is copied, whatever
+its strides.) The facts make a signature, which can be hashed. The test compares a call with one known signature,
+operand by operand, and stops at the first difference. It is one generated function for each pattern of operands, which
+costs half of what a loop over the operands does.
 
-Where torch has the guards that its own compiler puts before compiled code, one call of them compares all operands at
-once, for less than half of what asking in Python costs. They refuse more than has to be refused (other strides of a
-dimension of size 1, one tensor given twice, another `requires_grad`), so that what they refuse is compared in Python.
-They refuse whatever torch traces, transforms or watches, too; Python asks for that once all else is the same.
+Some releases of torch have guards, which its own compiler puts before compiled code: one call of them compares all
+operands at once, for less than half of what the same questions cost in Python. They refuse more calls than the test
+has to (other strides of a dimension of size 1, one tensor given twice, another `requires_grad`), so Python compares a
+call again that they refuse. They also refuse every call that torch traces, transforms or watches; Python asks about
+that last. Nested tensors of strided layout are
+the one thing that the guards cannot be asked about: in torch 2.13 that ends the process. To ask each operand first
+would make a hit a quarter slower, so the chain alone asks (see `watched.any_nested`).
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -22,6 +28,7 @@ import torch
 from ..spec.declaration import OpSpec
 from ..spec.operands import Outputs, Value
 from ..spec.watched import plain
+from .generated import define, distinct
 from .tally import UNROUTED, Tally
 
 Signature = tuple[object, ...]
@@ -34,7 +41,14 @@ Does = Literal["fits", "spread", "whole"]
 
 
 class Facts(NamedTuple):
-    """Of one tensor; a shape of None stands for any that describes a packed batch."""
+    """The facts of one tensor.
+
+    Attributes:
+        shape: Its shape. None stands for every shape that describes a packed batch.
+        dtype: Its dtype.
+        device: Its device.
+        memory: How it lies in memory, see `memory`.
+    """
 
     shape: torch.Size | None
     dtype: torch.dtype
@@ -49,7 +63,10 @@ def signature(
     cu_seqlens: torch.Tensor | None,
     chunk_indices: torch.Tensor | None,
 ) -> Signature:
-    """All of a call that a check or a choice depends on; a thing that is no tensor makes one that never hits."""
+    """Everything of a call that its checks and the choice of a candidate depend on.
+
+    Where an operand is no tensor, the signature equals no other one, so such a call is always checked.
+    """
     try:
         return (
             spec.name,
@@ -67,12 +84,12 @@ def signature(
 
 
 def facts(tensors: Operands) -> tuple[Facts | None, ...]:
-    """Every fact of tensors, strides included."""
+    """The facts of tensors, with the strides of every one that is not row-major."""
     return tuple([None if x is None else Facts(x.shape, x.dtype, x.device, memory(x, True)) for x in tensors])
 
 
 def memory(tensor: torch.Tensor, time_axis: bool) -> tuple[int, ...] | bool:
-    """How an operand lies: whether it is row-major, or the strides of a time-axis operand that is not."""
+    """True for a row-major operand; else the strides of a time-axis operand, and False for any other operand."""
     return tensor.is_contiguous() or (tensor.stride() if time_axis else False)
 
 
@@ -101,69 +118,100 @@ def time_axes(spec: OpSpec) -> tuple[bool, ...]:
     return tuple(operand.time_axis for operand in spec.operands)
 
 
-def fitting(known: Signature, check: Check | None = None) -> Fits:
+class Names(NamedTuple):
+    """What a generated text calls the parts of a call.
+
+    Attributes:
+        about: The op, for tracebacks.
+        operands: Names of the operands.
+        options: Names of the options.
+        scalars: Names of the numbers.
+    """
+
+    about: str
+    operands: tuple[str, ...]
+    options: tuple[str, ...] = ()
+    scalars: tuple[str, ...] = ()
+
+
+@functools.cache
+def names(spec: OpSpec) -> Names:
+    """The names of a call's parts in an op's declaration."""
+    operands = tuple(operand.name for operand in spec.operands)
+    return Names(spec.name, operands, tuple(option.name for option in spec.options), spec.scalars)
+
+
+def fitting(spec: OpSpec, known: Signature, check: Check | None = None) -> Fits:
     """The test for calls of one signature: `fits(operands, options, cu_seqlens, chunk_indices)`.
 
-    An operand that is no tensor fails it.
+    A call with an operand that is no tensor does not pass.
 
     Args:
+        spec: The op.
         known: What `signature` made of a call.
-        check: The `guard` of its operands; without one Python alone compares.
+        check: The `guard` of its operands; None: Python alone compares.
     """
-    made: Fits = generated(known, check, "fits", None, 0)
+    made: Fits = made_for(names(spec), known, check, "fits", None)
     return made
 
 
-def fitting_tensors(known: Sequence[Facts | None], check: Check | None = None) -> Callable[[Operands], bool]:
-    """The test for tensors of these facts alone.
+def fitting_tensors(
+    names: Sequence[str], known: Sequence[Facts | None], check: Check | None = None
+) -> Callable[[Operands], bool]:
+    """The test whether tensors have these facts, for tensors that are no operands of an op.
 
     Args:
-        known: What `facts` made of tensors.
-        check: Their `guard`.
+        names: What the test calls the tensors.
+        known: What `facts` made of tensors that pass.
+        check: The `guard` of these tensors.
     """
-    fits = fitting(("", (), (), None, None, *known), check)
+    named = Names("a prepared list", tuple(names))
+    fits: Fits = made_for(named, ("", (), (), None, None, *known), check, "fits", None)
     return lambda tensors: fits(tensors, (), None, None)
 
 
 def running(
+    spec: OpSpec,
     known: Signature,
     check: Check | None,
     launch: Callable[..., Outputs],
-    scalars: int,
     *,
     spread: bool,
     tally: Tally = UNROUTED,
 ) -> Run:
-    """Test and launch at once: `run(operands, options, scalars, cu_seqlens, chunk_indices)`, None where none fits.
+    """Test and launch in one function, `run(operands, options, scalars, cu_seqlens, chunk_indices)`.
+
+    It returns None where the call does not pass the test; a call with a number that is neither a float nor None does
+    not pass.
 
     Args:
+        spec: The op.
         known: What `signature` made of a call.
         check: The `guard` of its operands.
-        launch: What runs a call that fits.
-        scalars: How many numbers it takes; one that is neither a float nor None does not fit.
-        spread: Whether `launch` takes all of a call one by one; else operands, scalars and what describes a packed
-            batch.
-        tally: Counts the calls that fit.
+        launch: Runs a call that passes.
+        spread: Whether `launch` takes each operand and each number as an argument of its own, ahead of `cu_seqlens`
+            and `chunk_indices`; else it takes operands and numbers as two tuples.
+        tally: Counts the calls that pass.
     """
-    made: Run = generated(known, check, "spread" if spread else "whole", launch, scalars, tally)
+    made: Run = made_for(names(spec), known, check, "spread" if spread else "whole", launch, tally)
     return made
 
 
-def generated(
+def made_for(
+    names: Names,
     known: Signature,
     check: Check | None,
     does: Does,
     launch: Callable[..., Outputs] | None,
-    scalars: int,
     tally: Tally = UNROUTED,
 ) -> Callable[..., Any]:
-    """The function of `fitting` or `running`."""
+    """The function that `fitting` or `running` returns."""
     _, options, _, *tensors = known
     assert isinstance(options, tuple)
     facts = [None if fact is None else Facts(*fact) for fact in tensors]  # type: ignore[misc]
     patterns = tuple(None if fact is None else pattern(fact) for fact in facts)
     compared = [part for fact in facts if fact is not None for part in (*fact[:2], place(fact), fact.memory)]
-    make = maker(patterns, len(options), check is not None, does, scalars)
+    make = maker(names, patterns, check is not None, does)
     made: Callable[..., Any] = make(*options, check, launch, tally, *compared)
     return made
 
@@ -172,10 +220,10 @@ def generated(
 
 
 def guard(operands: Operands) -> Check | None:
-    """A function that tells tensors like these, in order, from all others; None where torch has none such.
+    """The check of torch's that lets tensors pass which are like these, in order; None where torch has none.
 
     Args:
-        operands: Those that are None are left out.
+        operands: The operands of a call. The check is called without those that are None.
     """
     present = [tensor for tensor in operands if tensor is not None]
     if not present or not guards_work():
@@ -187,7 +235,7 @@ def guard(operands: Operands) -> Check | None:
 
 @functools.cache
 def guards_work() -> bool:
-    """Whether this torch has guards that see every fact of a call; they are not public, so they are tried."""
+    """Whether this torch has guards that see every fact of a call. They are not public, so this tries them."""
     one, like, beside = (
         torch.empty(shape, dtype=torch.float32, device="cpu") for shape in ((2, 3, 4), (2, 3, 4), (2,))
     )
@@ -211,7 +259,13 @@ def guards_work() -> bool:
 
 
 class Pattern(NamedTuple):
-    """How a tensor is tested; tests of the same patterns differ in what they compare with only."""
+    """How a tensor is tested. Tests of the same patterns have the same text, but compare with values of their own.
+
+    Attributes:
+        place: The question about its device: `cpu`, `index` or `any`.
+        counted: Whether the test asks for the number of dimensions in place of the shape.
+        memory: Whether it has to be row-major, or must not be; None: its strides are compared.
+    """
 
     place: str
     counted: bool
@@ -219,18 +273,18 @@ class Pattern(NamedTuple):
 
 
 def pattern(fact: Facts) -> Pattern:
-    """How a tensor of these facts is tested: a device by what is quickest to ask and says as much."""
+    """How a tensor of these facts is tested. A device is told by the quickest question that tells it."""
     place = "cpu" if fact.device.type == "cpu" else "any" if fact.device.index is None else "index"
     return Pattern(place, fact.shape is None, None if isinstance(fact.memory, tuple) else fact.memory)
 
 
 def place(fact: Facts) -> torch.device | int:
-    """What a tensor's device is compared with: a process has one kind of accelerator, so its index says all."""
+    """The value for a tensor's device. A process has one kind of accelerator, so an index tells the device."""
     return fact.device if fact.device.index is None else fact.device.index
 
 
 def conditions(x: str, how: Pattern, dims: int) -> list[str]:
-    """What has to hold for the tensor named `x`; what differs most often comes first."""
+    """Python text of all that has to hold for a tensor named `x`; what differs between calls most often comes first."""
     enough = f"{x}.shape[0] > 1" if dims == 1 else f"{x}.shape[1] == 2"
     return [
         f"{x}.dim() == {dims} and {enough}" if how.counted else f"{x}.shape == {x}_shape",
@@ -248,58 +302,80 @@ def conditions(x: str, how: Pattern, dims: int) -> list[str]:
     ]
 
 
+def all_of(conditions: Sequence[str]) -> str:
+    """The condition that all of these hold, one of them in each line."""
+    return "\nand ".join(conditions)
+
+
+# Names that the text below uses itself.
+WORDS = (
+    "make", "fits", "run", "operands", "options", "scalars", "check", "launch", "tally", "plain", "fitting",
+    "type", "float", "AttributeError", "RuntimeError",
+)  # fmt: skip
+WANTED = "_wanted"
+
+
 @functools.cache
-def maker(
-    patterns: tuple[Pattern | None, ...], options: int, guarded: bool, does: Does, scalars: int
-) -> Callable[..., Any]:
-    """The function that makes a test of what it compares with.
+def maker(names: Names, patterns: tuple[Pattern | None, ...], guarded: bool, does: Does) -> Callable[..., Any]:
+    """`make`, which returns the test for the values that it is given to compare with; `generated` shows one.
 
     Args:
-        patterns: Of `cu_seqlens`, `chunk_indices` and the operands; None for what is not given.
-        options: How many options a call has.
+        names: The names of a call's parts.
+        patterns: Those of `cu_seqlens`, `chunk_indices` and the operands; None for what is not given.
         guarded: Whether torch's guards compare the operands first.
-        does: `fits` tests; `spread` and `whole` launch what passes.
-        scalars: How many numbers a launch takes.
+        does: Whether the function only tests (`fits`) or launches a call that passes; `spread` and `whole` say how the
+            launch takes it, see `running`.
     """
-    operands = [f"x{i}" for i in range(len(patterns) - 2)]
-    numbers = [f"s{i}" for i in range(scalars)]
-    chosen, wanted = [f"o{i}" for i in range(options)], [f"w{i}" for i in range(options)]
-    names = ["cu_seqlens", "chunk_indices", *operands]
+    endings = [*[f"_{fact}" for fact in Facts._fields], WANTED]
+    called = distinct(["cu_seqlens", "chunk_indices", *sum(names[1:], ())], WORDS, endings)
+    parts = iter(called)
+    cu_seqlens, chunk_indices = itertools.islice(parts, 2)
+    operands, options, scalars = ([*itertools.islice(parts, len(part))] for part in names[1:])
+    tensors = [cu_seqlens, chunk_indices, *operands]
     tests: dict[str, list[str]] = {}
-    for dims, (x, how) in enumerate(zip(names, patterns), start=1):
+    for dims, (x, how) in enumerate(zip(tensors, patterns, strict=True), start=1):
         tests[x] = [f"{x} is None"] if how is None else conditions(x, how, dims)
     given = [x for x, how in zip(operands, patterns[2:]) if how is not None]
     # The main tensor's shape is what differs most often.
-    compared = " and ".join([test for x in given for test in tests[x]] + [f"plain({', '.join(given)})"])
-    if guarded:
-        compared = f"(check({', '.join(given)}) or {compared})"
+    compared = [*[test for x in given for test in tests[x]], f"plain({', '.join(given)})"]
     ordered = [test for x in operands if x not in given for test in tests[x]]
-    ordered += [*tests["cu_seqlens"], *tests["chunk_indices"]]
-    ordered += [f"(o{i} is w{i} or (type(o{i}) is type(w{i}) and o{i} == w{i}))" for i in range(options)]
+    ordered += [*tests[cu_seqlens], *tests[chunk_indices]]
+    ordered += [
+        f"(\n    {o} is {o}{WANTED}\n    or type({o}) is type({o}{WANTED})\n    and {o} == {o}{WANTED}\n)"
+        for o in options
+    ]
     if does != "fits":
-        ordered += [f"(type({s}) is float or {s} is None)" for s in numbers]
-    facts = [f"{x}_{fact}" for x, how in zip(names, patterns) if how is not None for fact in Facts._fields]
-    taken = "operands, options, cu_seqlens, chunk_indices"
-    answer, counted = "fitting", ""
-    if does != "fits":
-        taken = "operands, options, scalars, cu_seqlens, chunk_indices"
-        handed = ", ".join([*operands, *numbers]) if does == "spread" else "operands, scalars"
-        answer = f"launch({handed}, cu_seqlens, chunk_indices) if fitting else None"
-        counted = "if fitting: tally.calls += 1"
-    text = f"""
-def make({"".join(f"{w}, " for w in wanted)}check, launch, tally, {", ".join(facts)}):
-    def test({taken}):
-        {", ".join(operands)}, = operands
-        {f"{', '.join(chosen)}, = options" if chosen else ""}
-        {f"{', '.join(numbers)}, = scalars" if numbers and does != "fits" else ""}
-        try:
-            fitting = {" and ".join([*ordered, compared])}
-        except (AttributeError, RuntimeError):  # of what is no tensor, and of nested and sparse ones
-            fitting = False
-        {counted}
-        return {answer}
-    return test
-"""
-    scope: dict[str, Callable[..., Any]] = {"plain": plain}
-    exec(text, scope)
-    return scope["make"]
+        ordered += [f"(type({s}) is float or {s} is None)" for s in scalars]
+    if guarded:
+        same = textwrap.indent(all_of(compared), " " * 8)
+        ordered += [f"(\n    check({', '.join(given)})\n    or (\n{same}\n    )\n)"]
+    else:
+        ordered += compared
+    facts = [f"{x}_{fact}" for x, how in zip(tensors, patterns) if how is not None for fact in Facts._fields]
+    made = [*[f"{o}{WANTED}" for o in options], "check", "launch", "tally", *facts]
+    name = "fits" if does == "fits" else "run"
+    taken = ["operands", "options", *([] if does == "fits" else ["scalars"]), "cu_seqlens", "chunk_indices"]
+    body = [f"{', '.join(operands)}, = operands"]
+    body += [f"{', '.join(options)}, = options"] if options else []
+    body += [f"{', '.join(scalars)}, = scalars"] if scalars and does != "fits" else []
+    body += [
+        "try:",
+        "    fitting = (",
+        textwrap.indent(all_of(ordered), " " * 8),
+        "    )",
+        "except (AttributeError, RuntimeError):  # of what is no tensor, and of nested and sparse ones",
+        "    fitting = False",
+    ]
+    if does == "fits":
+        body += ["return fitting"]
+    else:
+        handed = [*operands, *scalars] if does == "spread" else ["operands", "scalars"]
+        body += [
+            "if not fitting:",
+            "    return None",
+            "tally.calls += 1",
+            f"return launch({', '.join([*handed, 'cu_seqlens', 'chunk_indices'])})",
+        ]
+    inner = textwrap.indent("\n".join(body), " " * 8)
+    text = f"def make({', '.join(made)}):\n    def {name}({', '.join(taken)}):\n{inner}\n    return {name}\n"
+    return define("make", text, f"{'a test' if does == 'fits' else 'a hit'} of {names.about}", {"plain": plain})

@@ -7,19 +7,18 @@ of some kind goes through Triton, which compiles; the next ones launch what it c
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..device import driver, interpreter
 from ..device.failures import classify, first_line
 from ..errors import REFUSAL, REFUSED
+from ..forking import ProcessLock, in_child
 from . import direct
-from .direct import Constant as Constant
-from .direct import DirectLaunch
+from .direct import Constant, DirectLaunch
 
 log = logging.getLogger(__name__)
 
@@ -36,35 +35,33 @@ class LaunchRecord:
         grid: Programs.
         arguments: Run-time arguments in the kernel's order: tensors, numbers or None.
         constants: Compile-time constants by name.
+        options: Options of the compiler by name.
     """
 
     kernel: Any
     grid: int
     arguments: tuple[Any, ...]
     constants: Mapping[str, Constant]
+    options: Mapping[str, bool] = field(default_factory=dict)
 
 
 Handler = Callable[[LaunchRecord], None]
 
 _intercepting = threading.local()
 _interceptors = 0  # of all threads: one global is all that a launch asks while nobody intercepts
-_interceptors_lock = threading.RLock()
+_interceptors_lock = ProcessLock()
 
 
-def _after_fork() -> None:
-    """Give a child a lock of its own, and count only the thread that forked: the others are not there any more."""
-    global _interceptors, _interceptors_lock
-    _interceptors_lock = threading.RLock()
+@in_child
+def _count_anew() -> None:
+    """Counts, in a child, only what the thread that forked intercepts: the other threads are not there any more."""
+    global _interceptors
     _interceptors = getattr(_intercepting, "depth", 0)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 @contextmanager
 def intercepting(handler: Handler) -> Iterator[None]:
-    """Hand this thread's launches to `handler`, at once and in order, instead of running them."""
+    """Call `handler` with each launch of this thread, at once and in order, instead of running it."""
     global _interceptors
     previous = getattr(_intercepting, "handler", None)
     depth = getattr(_intercepting, "depth", 0)
@@ -100,18 +97,22 @@ class BoundKernel:
     Args:
         kernel: The jitted function.
         constants: Its compile-time constants.
+        options: Options of the compiler.
 
     Attributes:
-        direct: Launches what was compiled for the newest kind of arguments; answers whether it did.
-        variants: The same for every kind there was; None for one that Triton has to launch.
-        names: What launching each kind takes, see `direct.Style.names`; None likewise.
+        direct: Launches arguments like those of the newest launch, and returns whether they were like them.
+        variants: Such a function for each kind of arguments that was launched; None where Triton has to launch them.
+        names: For each kind of arguments what `direct.Style.names` gives for the kernel compiled for them.
+        parameters: The kernel's run-time parameters; None while unknown, and where only Triton can launch it.
+        style: How this process launches directly; None likewise.
     """
 
-    __slots__ = ("constants", "direct", "kernel", "names", "parameters", "style", "variants")
+    __slots__ = ("constants", "direct", "kernel", "names", "options", "parameters", "style", "variants")
 
-    def __init__(self, kernel: Any, constants: Mapping[str, Constant]) -> None:
+    def __init__(self, kernel: Any, constants: Mapping[str, Constant], options: Mapping[str, bool]) -> None:
         self.kernel = kernel
         self.constants = dict(constants)
+        self.options = options
         self.variants: dict[direct.Facts, DirectLaunch | None] = {}
         self.names: dict[direct.Facts, Mapping[str, Any] | None] = {}
         self.direct: DirectLaunch = self.first
@@ -124,15 +125,19 @@ class BoundKernel:
         self.launch(grid, arguments)
 
     def intercept(self, grid: int, arguments: tuple[Any, ...]) -> bool:
-        """Hand the launch over where this thread intercepts launches, and say whether it does."""
+        """Hand the launch to this thread's handler, if there is one; returns whether there is."""
         handler: Handler | None = getattr(_intercepting, "handler", None)
         if handler is None:
             return False
-        handler(LaunchRecord(kernel=self.kernel, grid=grid, arguments=arguments, constants=self.constants))
+        handler(
+            LaunchRecord(
+                kernel=self.kernel, grid=grid, arguments=arguments, constants=self.constants, options=self.options
+            )
+        )
         return True
 
     def first(self, grid: int, *arguments: Any) -> bool:
-        """Find out, at the first launch, how this process launches; it is Triton's turn then."""
+        """Find out, at the first launch, how this kernel is launched; Triton makes this launch itself."""
         if interpreter.interpreted(self.kernel):
             direct.say_interpreted()
             self.direct = self.interpreted
@@ -155,21 +160,22 @@ class BoundKernel:
         return True
 
     def through_triton(self, grid: int, arguments: tuple[Any, ...]) -> Any:
-        """Launch through Triton, which may compile; a compiler that crashes, as Ascend's does at times, is run again.
+        """Launch through Triton, which may compile. A compiler that crashes, as Ascend's does at times, runs again.
 
-        Nothing was launched then, so that a repetition does nothing twice.
+        Where the compiler crashed nothing was launched, so that no launch happens twice.
         """
+        named = self.constants if interpreter.interpreted(self.kernel) else {**self.constants, **self.options}
         for _ in range(CRASHES):
             try:
-                return self.kernel[(grid,)](*arguments, **self.constants)
+                return self.kernel[(grid,)](*arguments, **named)
             except Exception as error:
                 if classify(error) != "crash":
                     raise
                 log.warning("the compiler of %s crashed, trying again: %s", self.kernel, first_line(error))
-        return self.kernel[(grid,)](*arguments, **self.constants)
+        return self.kernel[(grid,)](*arguments, **named)
 
     def launch(self, grid: int, arguments: tuple[Any, ...]) -> None:
-        """Launch arguments of another kind than the newest: directly where they are known, else through Triton."""
+        """Launch arguments of another kind than the last ones: directly where the kind is known, else by Triton."""
         if grid <= 0:
             return
         known = None
@@ -187,7 +193,7 @@ class BoundKernel:
             self.keep(known, compiled)
 
     def keep(self, known: direct.Facts, compiled: Any) -> None:
-        """Launch what was compiled for these facts directly from now on."""
+        """From now on, launch arguments with these facts directly."""
         assert self.style is not None
         names = self.names[known] = self.style.names(compiled)
         made = None
@@ -199,28 +205,41 @@ class BoundKernel:
 
 
 def not_yet(grid: int, *arguments: Any) -> bool:
-    """Stands in until a kernel has been compiled."""
+    """The direct launch of a kernel that has not been compiled yet: it launches nothing."""
     return False
 
 
 _bound: dict[tuple[object, ...], BoundKernel] = {}
+_compiling = threading.local()
+
+
+@contextmanager
+def compiling(options: Mapping[str, bool]) -> Iterator[None]:
+    """Give what this thread binds these options of the compiler too."""
+    before = getattr(_compiling, "options", {})
+    _compiling.options = {**before, **options}
+    try:
+        yield
+    finally:
+        _compiling.options = before
 
 
 def bind(kernel: Any, **constants: Constant) -> BoundKernel:
-    """Bind a kernel's compile-time constants; binding the same again gives the same object, compiled kernels and all.
+    """Bind a kernel's compile-time constants. The same kernel and constants give the same object every time.
 
     Raises:
-        ValueError: `num_warps` or `num_stages` among them: neither exists on an Ascend NPU, and no configuration of
-            this project sets them.
+        ValueError: `num_warps` or `num_stages` is among the constants: neither exists on an Ascend NPU, and no
+            configuration of this project sets them.
     """
     refused = [name for name in REFUSED if name in constants]
     if refused:
         raise ValueError(f"{' and '.join(refused)}: {REFUSAL}")
+    options: Mapping[str, bool] = getattr(_compiling, "options", {})
     if type(kernel).__name__ != "JITFunction":  # nothing is compiled that could be kept
-        return BoundKernel(kernel, constants)
+        return BoundKernel(kernel, constants, options)
     # True, 1 and 1.0 are equal but not the same constant.
-    same = (id(kernel), *((name, type(value), value) for name, value in constants.items()))
+    same = (id(kernel), *options.items(), *((name, type(value), value) for name, value in constants.items()))
     bound = _bound.get(same)
     if bound is None or bound.kernel is not kernel:
-        bound = _bound[same] = BoundKernel(kernel, constants)
+        bound = _bound[same] = BoundKernel(kernel, constants, options)
     return bound

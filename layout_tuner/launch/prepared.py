@@ -1,32 +1,35 @@
-"""A candidate bound to a signature: the copies it needs, its launch, and the way back to row-major results."""
+"""A candidate prepared for a signature: the copies of its operands, its launch, and the copies of its results."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from ..device import driver
 from ..spec import layouts
-from ..spec.declaration import Candidate, Launch, OpSpec, Problem
+from ..spec.declaration import REFERENCE, Candidate, Launch, OpSpec, Problem, compile_options
 from ..spec.layouts import Layout
-from ..spec.operands import Call, Outputs
+from ..spec.operands import Call, Outputs, Value
 from ..spec.packing import chunks_of
+from . import launcher
 from .tally import UNROUTED
 
 Tensors = Sequence["torch.Tensor | None"]
 
 
 class Prepared:
-    """What a hit calls: everything that depends on the signature is settled.
+    """Runs a candidate for calls of one signature; whatever follows from the signature is settled when it is made.
 
     Args:
         spec: The op.
         problem: Key and chip.
         candidate: What to run.
-        call: A call of the signature; only shapes, strides and what is None are looked at.
-        bare: Whether operands arrive in the plan's layouts and results may stay in them: the kernels alone.
+        call: A call of the signature. Only the shapes and strides of its tensors count, and which of them are None.
+        bare: Whether operands arrive in the plan's layouts and results stay in them, so that nothing is copied.
     """
 
     __slots__ = (
@@ -49,7 +52,11 @@ class Prepared:
         self.candidate = candidate
         self.tally = UNROUTED  # counts its calls
         self.proven = False  # whether it has run once: kernels compile and fail at their first launch
-        self.launch: Launch = spec.bind(problem, candidate)
+        self.launch: Launch = (
+            (spec.by_reference or by_reference)(spec, problem, call.options)
+            if candidate.variant == REFERENCE
+            else bind_candidate(spec, problem, candidate)
+        )
         self.BT = problem.BT
         self.name = spec.name
         self.packed = call.cu_seqlens is not None
@@ -101,7 +108,7 @@ class Prepared:
         return results
 
     def check_chunks(self, tensors: Tensors, chunk_indices: torch.Tensor | None) -> None:
-        """Refuse states for another number of chunks than a packed batch has, which no signature tells."""
+        """Refuse states for another number of chunks than the packed batch has, a number that no signature holds."""
         assert self.nt_operand is not None
         given = present(tensors[self.nt_operand]).shape[1]
         wanted = present(chunk_indices).shape[0]
@@ -109,11 +116,11 @@ class Prepared:
             raise ValueError(f"{self.name}: wanted NT={wanted} chunks of cu_seqlens, got states for {given}")
 
     def on_device(self) -> AbstractContextManager[object]:
-        """Makes the operands' device the current one, where that may be another."""
+        """A context in which the operands' device is the current one."""
         return nullcontext() if self.device is None else driver.guard(self.device)
 
     def arrange(self, tensors: Tensors) -> Tensors:
-        """The operands as the kernel wants them: row-major, and time-axis operands in the plan's layouts."""
+        """The operands as the kernel reads them: time-axis operands in the plan's layouts, all others row-major."""
         if not self.contiguous and not self.moves:
             return tensors
         arranged = list(tensors)
@@ -124,7 +131,7 @@ class Prepared:
         return arranged
 
     def row_major(self, results: Outputs) -> Outputs:
-        """Results with every time-axis tensor row-major, as callers read them."""
+        """The results, with every time-axis tensor among them copied to row-major."""
         back = list(results)
         for i in self.restore:
             tensor = back[i]
@@ -133,14 +140,40 @@ class Prepared:
         return tuple(back)
 
 
+def bind_candidate(spec: OpSpec, problem: Problem, candidate: Candidate) -> Launch:
+    """The launch of a candidate, its kernels compiled with the options that it carries."""
+    variant, options = compile_options(candidate.variant)
+    with launcher.compiling(options):
+        return spec.bind(problem, replace(candidate, variant=variant))
+
+
+def by_reference(spec: OpSpec, problem: Problem, options: tuple[Value, ...]) -> Launch:
+    """The oracle as a launch: its results as row-major tensors of the dtypes that the op's have."""
+    default = bind_candidate(spec, problem, spec.default(problem.key, problem.chip))
+
+    def launch(*arguments: Any) -> Outputs:
+        count = len(spec.operands)
+        call = Call(tensors=arguments[:count], options=options, scalars=arguments[count:-2], cu_seqlens=arguments[-2])
+        with launcher.recording():
+            alike = default(*arguments)
+        found = spec.reference(**spec.arguments(call))
+        results = found if isinstance(found, tuple) else (found,)
+        return tuple(
+            None if result is None or like is None else result.to(like.dtype).contiguous()
+            for result, like in zip(results, alike, strict=True)
+        )
+
+    return launch
+
+
 def present(tensor: torch.Tensor | None) -> torch.Tensor:
-    """The tensor, which is known to be there."""
+    """A tensor that is not None, for type checkers."""
     assert tensor is not None
     return tensor
 
 
 def copies(prepared: Prepared, call: Call, results: Outputs) -> Callable[[], object] | None:
-    """The copies alone that a prepared call makes of time-axis tensors; None where it makes none.
+    """A function that makes only the copies of time-axis tensors that a prepared call makes; None where it makes none.
 
     Args:
         prepared: The candidate.

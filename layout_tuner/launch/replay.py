@@ -1,265 +1,34 @@
-"""Prepared lists: what a function of tensors launches, launched again for other tensors without asking anything again.
+"""Prepared lists: all launches of a function of tensors, made again for other tensors by one generated function.
 
-The function runs once more on tensors without memory, its launches and allocations recorded. From the record one
-Python function is generated that takes each address once, allocates, and calls the launchers one after the other. It
-serves tensors of the same facts, aligned as kernels like them, while nobody watches launches; all else runs the
-function itself, which launches through `launcher`.
+The function runs once more on tensors without memory while `record` notes what it does. From the record one Python
+function is generated, which takes each address once, allocates, and calls the launchers one after the other. It serves
+tensors with the same facts whose addresses are multiples of 16, while nothing watches launches; for any other call the
+function itself runs, which launches through `launcher`.
 
-What is returned, and what torch itself works on, is allocated when it is first needed, as the function does. All else
-is only ever an address, so it shares workspaces, at offsets that depend on when it is in use; two workspaces become
-one where that raises the most memory held at any moment by nothing.
+The list allocates a tensor that it returns, or that torch works on, when it is first needed, as the function does. All
+other memory lies in shared `workspaces`.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..device import driver, interpreter
 from . import direct, guards, launcher
+from .direct import AT
+from .generated import define, distinct
+from .record import Launched, Memory, Record, UnpreparedError, View, Worked
+from .workspaces import workspaces
 
 Tensors = tuple[Tensor | None, ...]
 Function = Callable[..., Tensors]
 
-BLOCK = 512  # torch's allocators hand out multiples of it
 MOST_PATTERNS = 64  # of one function; a caller with more has no use for lists
-ALLOCATIONS = (
-    torch.ops.aten.empty.memory_format,
-    torch.ops.aten.empty_like.default,
-    torch.ops.aten.empty_strided.default,
-    torch.ops.aten.new_empty.default,
-    torch.ops.aten.new_empty_strided.default,
-)
-
-
-# -- the record ------------------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class Memory:
-    """Memory of the record.
-
-    Attributes:
-        name: Of the tensor that owns it, in the generated text.
-        bytes: Its size, as an allocator rounds it.
-        whole: The tensor that it was made as.
-        given: Whether the caller owns it.
-        made: Whether torch makes it, as the result of some work.
-        owner: The tensor that has to own it; None while nothing but addresses is wanted.
-        first: The step that uses it first; -1: none does.
-        last: The step that uses it last; what is returned is in use after all of them.
-    """
-
-    name: str
-    bytes: int
-    whole: View
-    given: bool = False
-    made: bool = False
-    owner: View | None = None
-    first: int = -1
-    last: int = -1
-
-    def use(self, step: int) -> None:
-        """Note a use."""
-        self.first = step if self.first < 0 else self.first
-        self.last = step
-
-
-class View(NamedTuple):
-    """A tensor of the record, by the memory that it lies in; `offset` counts elements."""
-
-    memory: Memory
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class Launched:
-    """A launch; a tensor among its arguments is a view."""
-
-    bound: launcher.BoundKernel
-    grid: int
-    arguments: tuple[Any, ...]
-    facts: direct.Facts
-
-
-@dataclass(frozen=True)
-class Worked:
-    """What torch itself does between launches; the result is None where it writes in place."""
-
-    function: Callable[..., object]
-    arguments: tuple[Any, ...]
-    named: dict[str, Any]
-    result: View | None
-
-
-class UnpreparedError(Exception):
-    """What a function does cannot become a list."""
-
-
-class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Everything that a function does to tensors without memory, as a context around it.
-
-    Args:
-        index: Of the device that they stand for.
-        given: The function's tensors.
-    """
-
-    def __init__(self, index: int, given: Sequence[Tensor | None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.index = index
-        self.steps: list[Launched | Worked] = []
-        self.memories: dict[int, Memory] = {}
-        self.alive: list[Tensor] = []  # freed, one would give its identity to another
-        for tensor in given:
-            if tensor is not None:
-                self.remember(tensor, "x").given = True
-
-    def remember(self, tensor: Tensor, kind: str) -> Memory:
-        """Take note of new memory."""
-        storage = tensor.untyped_storage()
-        size = -(-storage.nbytes() // BLOCK) * BLOCK
-        memory = Memory(f"{kind}{len(self.memories)}", size, None)  # type: ignore[arg-type]
-        self.memories[storage._cdata] = memory
-        memory.whole = self.view(tensor)
-        self.alive.append(tensor)
-        return memory
-
-    def knows(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in memory that is known."""
-        return tensor.untyped_storage()._cdata in self.memories
-
-    def view(self, tensor: Tensor) -> View:
-        """The tensor, by its memory."""
-        memory = self.memories[tensor.untyped_storage()._cdata]
-        return View(memory, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-
-    def own(self, tensor: Tensor) -> View:
-        """The same for one that has to be a tensor when the list runs, used by the next step."""
-        view = self.view(tensor)
-        memory, whole = view.memory, view.memory.whole
-        memory.use(len(self.steps))
-        if memory.owner is None:
-            covers = view.offset == 0 and view.dtype is whole.dtype and math.prod(view.shape) == math.prod(whole.shape)
-            memory.owner = view if covers else whole
-        return view
-
-    def launched(self, record: launcher.LaunchRecord) -> None:
-        """Take note of a launch."""
-        bound = launcher.bind(record.kernel, **record.constants)
-        known = None if bound.parameters is None else direct.facts(bound.parameters, record.arguments)
-        if known is None or record.grid < 1:
-            raise UnpreparedError
-        arguments = tuple([self.view(x) if isinstance(x, Tensor) else x for x in record.arguments])
-        for argument in arguments:
-            if isinstance(argument, View):
-                argument.memory.use(len(self.steps))
-        self.steps.append(Launched(bound, record.grid, arguments, (self.index, known[1])))
-
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        named = kwargs or {}
-        result = func(*args, **named)
-        if func in ALLOCATIONS:
-            self.remember(result, "m")
-            return result
-        in_place = func._schema.is_mutable
-        results = result if isinstance(result, (list, tuple)) else [result]
-        if not in_place and all(isinstance(x, Tensor) and self.knows(x) for x in results):
-            return result  # a view
-        nested = [x for values in args if isinstance(values, (list, tuple)) for x in values] + list(named.values())
-        hidden = any(isinstance(x, (Tensor, torch.device)) for x in nested)
-        if not isinstance(result, Tensor) or self.knows(result) != in_place or hidden:
-            raise UnpreparedError
-        arguments = tuple([self.own(x) if isinstance(x, Tensor) else x for x in args])
-        made = None
-        if not in_place:
-            self.remember(result, "m").made = True
-            made = self.own(result)
-        # A method of a tensor costs less than an operator of torch.
-        method = getattr(Tensor, func._schema.name.removeprefix("aten::"), func)
-        self.steps.append(Worked(method, arguments, named, made))
-        return result
-
-
-# -- workspaces ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Workspace:
-    """Memories that share one allocation.
-
-    Attributes:
-        bytes: Its size.
-        first: The step before which it is allocated.
-        last: The step after which it is freed.
-        offsets: Where each memory lies.
-    """
-
-    bytes: int
-    first: int
-    last: int
-    offsets: dict[Memory, int]
-
-    @classmethod
-    def of(cls, memories: Iterable[Memory]) -> Workspace:
-        """The workspace of these memories: each at the lowest offset where nothing lies that is in use with it."""
-        offsets: dict[Memory, int] = {}
-        for memory in sorted(memories, key=lambda memory: (-memory.bytes, memory.first)):
-            beside = [other for other in offsets if other.first <= memory.last and memory.first <= other.last]
-            ends = [0, *[offsets[other] + other.bytes for other in beside]]
-            offsets[memory] = min(
-                start
-                for start in ends
-                if all(
-                    start + memory.bytes <= offsets[other] or offsets[other] + other.bytes <= start for other in beside
-                )
-            )
-        return cls(
-            bytes=max(offset + memory.bytes for memory, offset in offsets.items()),
-            first=min(memory.first for memory in offsets),
-            last=max(memory.last for memory in offsets),
-            offsets=offsets,
-        )
-
-
-def workspaces(addressed: Sequence[Memory], owned: Sequence[Memory], steps: int) -> list[Workspace]:
-    """As few workspaces for what is only addressed as hold no more at the worst moment than one for each would.
-
-    Args:
-        addressed: Memories that need no tensor.
-        owned: The other ones that the list allocates.
-        steps: How many steps there are.
-    """
-
-    def most(spaces: Sequence[Workspace]) -> int:
-        held: list[Workspace | Memory] = [*spaces, *owned]
-        return max(sum(x.bytes for x in held if x.first <= step <= x.last) for step in range(steps + 1))
-
-    # What is freed together comes together: it merges best.
-    found = [Workspace.of([memory]) for memory in sorted(addressed, key=lambda memory: -memory.last)]
-    allowed = most(found)
-    merging = True
-    while merging:
-        merging = False
-        for one, other in itertools.combinations(found, 2):
-            rest = [space for space in found if space not in (one, other)]
-            merged = [*rest, Workspace.of([*one.offsets, *other.offsets])]
-            if most(merged) <= allowed:
-                found, merging = merged, True
-                break
-    return found
-
-
-# -- the list --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -267,9 +36,9 @@ class List:
     """A prepared list.
 
     Attributes:
-        fits: Whether tensors have the facts it was made for.
-        run: Runs it; None where it may not run now.
-        text: What was generated.
+        fits: Says whether tensors have the facts that the list was made for.
+        run: Runs the list and returns the function's results; None where the list may not run just now.
+        text: The generated function.
     """
 
     fits: Callable[[Tensors], bool]
@@ -278,12 +47,15 @@ class List:
 
 
 def prepare(function: Function, tensors: Tensors, settings: tuple[Hashable, ...]) -> List | None:
-    """The list of a function for tensors like these; None where it does what no list does, or has yet to compile.
+    """The list of a function for tensors like these.
 
     Args:
         function: What it does depends on the facts of its tensors and on its settings alone.
-        tensors: All on one device, one of them given.
-        settings: What else it takes.
+        tensors: Its tensors, at least one of them not None, all on one device.
+        settings: Its other arguments.
+
+    Returns:
+        None where the function does something that no list can do, or where a kernel has yet to compile.
     """
     device = next(x.device for x in tensors if x is not None)
     index = -1 if device.index is None else device.index
@@ -297,30 +69,35 @@ def prepare(function: Function, tensors: Tensors, settings: tuple[Hashable, ...]
     text = Text(record, device).of(given, results)
     if text is None:
         return None
-    scope: dict[str, Any] = text.scope
-    exec(compile(text.text, "<prepared list>", "exec"), scope)
-    fits = guards.fitting_tensors(guards.facts(tensors), guards.guard(tensors))
-    return List(fits, scope["run"], text.text)
+    fits = guards.fitting_tensors(text.given, guards.facts(tensors), guards.guard(tensors))
+    return List(fits, define("run", text.text, "a prepared list", text.scope), text.text)
 
 
 def stand_in(tensor: Tensor) -> Tensor:
-    """A tensor of the same facts, without memory."""
+    """A tensor with the same shape, strides and dtype, but without memory."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 class Written(NamedTuple):
-    """A generated text and what it names."""
+    """A generated function.
+
+    Attributes:
+        text: Its source.
+        scope: The values of the names in it.
+        given: What it calls the function's tensors.
+    """
 
     text: str
     scope: dict[str, Any]
+    given: list[str]
 
 
 class Text:
     """Writes the function that does again what a record holds.
 
     Args:
-        record: The record.
-        device: Where.
+        record: What the function did.
+        device: Where the list is to run.
     """
 
     def __init__(self, record: Record, device: torch.device) -> None:
@@ -333,17 +110,39 @@ class Text:
             "byte": torch.uint8,
         }
         self.addresses: dict[Memory, str] = {}
+        self.used = {*self.scope, "run", "tensors", "stream", "absent"}
+        self.constants: dict[int, str] = {}  # by identity; the scope keeps them alive
+        self.name_memories()
 
-    def constant(self, value: object) -> str:
-        """A name for a value."""
-        if value is None or type(value) in (bool, int):
-            return repr(value)
-        name = f"c{len(self.scope)}"
-        self.scope[name] = value
+    def name(self, wanted: str) -> str:
+        """A name that is still free, and whose `_at` is free for the address of what it names."""
+        (name,) = distinct([wanted], self.used, (AT,))
+        self.used |= {name, name + AT}
         return name
 
+    def name_memories(self) -> None:
+        """Names each memory after the parameter of the first kernel that takes it."""
+        for step in self.record.steps:
+            if isinstance(step, Launched):
+                assert step.bound.parameters is not None
+                for parameter, argument in zip(step.bound.parameters, step.arguments, strict=True):
+                    if isinstance(argument, View) and not argument.memory.name:
+                        argument.memory.name = self.name(parameter.name)
+        for memory in self.record.memories.values():
+            memory.name = memory.name or self.name("given" if memory.given else "made")
+
+    def constant(self, value: object, wanted: str = "constant") -> str:
+        """A name for a value, or the value itself where a text can hold it."""
+        if value is None or type(value) in (bool, int, str):
+            return repr(value)
+        if id(value) not in self.constants:
+            said = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else wanted
+            name = self.constants[id(value)] = self.name(str(getattr(value, "__name__", said)))
+            self.scope[name] = value
+        return self.constants[id(value)]
+
     def of(self, given: Tensors, results: Tensors) -> Written | None:
-        """The text; None where Triton has to launch something, at least now."""
+        """The text; None where a kernel has to be launched by Triton, for good or because it has not compiled yet."""
         how = direct.style()
         record = self.record
         if how is None:
@@ -362,9 +161,10 @@ class Text:
             if isinstance(argument, View)
         ]
         pointers = [memory for memory in arriving if memory in addressed]
-        self.addresses = {memory: f"{memory.name}_at" for memory in [*pointers, *owned]}
-        for number, space in enumerate(spaces):
-            self.addresses |= {memory: f"w{number}_at + {offset}" for memory, offset in space.offsets.items()}
+        self.addresses = {memory: f"{memory.name}{AT}" for memory in [*pointers, *owned]}
+        rooms = [self.name("workspace") for _ in spaces]
+        for name, space in zip(rooms, spaces):
+            self.addresses |= {memory: f"{name}{AT} + {offset}" for memory, offset in space.offsets.items()}
 
         quiet: list[str] = []
         body: list[str] = []
@@ -372,10 +172,10 @@ class Text:
             for memory in owned:
                 if memory.first == number and not memory.made:
                     body += self.allocated(memory, memory in addressed)
-            for i, space in enumerate(spaces):
+            for name, space in zip(rooms, spaces):
                 if space.first == number:
-                    body += [f"w{i} = allocate(({space.bytes},), (1,), dtype=byte, device=device)"]
-                    body += [f"w{i}_at = w{i}.data_ptr()"]
+                    body += [f"{name} = allocate(({space.bytes},), (1,), dtype=byte, device=device)"]
+                    body += [f"{name}{AT} = {name}.data_ptr()"]
             if isinstance(step, Worked):
                 body += self.worked(step, addressed)
             else:
@@ -383,39 +183,40 @@ class Text:
                 if names is None or step.grid > how.most_programs:
                     return None
                 scope = {**names, "kernel": step.bound.kernel}
-                self.scope |= {f"{name}_{number}": value for name, value in scope.items()}
-                named = {name: f"{name}_{number}" for name in scope}
+                named = {name: self.name(name) for name in scope}
+                self.scope |= {named[name]: value for name, value in scope.items()}
                 quiet += [how.quiet.format_map(named)]
                 before = how.call.format_map({**named, "grid": step.grid, "stream": "stream"})
-                body += [f"start_{number}({before}, {', '.join(self.handed(step, how))})"]
+                body += [f"# {direct.name_of(step.bound.kernel)}"]
+                body += [f"{named['start']}({before}, {', '.join(self.handed(step, how))})"]
             freed = [memory.name for memory in owned if memory.last == number]
-            freed += [f"w{i}" for i, space in enumerate(spaces) if space.last == number]
+            freed += [name for name, space in zip(rooms, spaces) if space.last == number]
             body += [f"del {', '.join(freed)}"] if freed else []
         for memory in owned:
             if memory.first == len(record.steps):
                 body += self.allocated(memory, address=False)
-        taken = ", ".join(["_" if x is None else record.view(x).memory.name for x in given])
-        misaligned = [f"({' | '.join([f'{m.name}_at' for m in pointers])}) % {direct.ALIGNMENT}"] if pointers else []
-        unfit = " or ".join([*misaligned, *[f"not ({condition})" for condition in quiet]]) or "False"
+        taken = ["absent" if x is None else record.view(x).memory.name for x in given]
+        misaligned = [f"({' | '.join([f'{m.name}{AT}' for m in pointers])}) % {direct.ALIGNMENT}"] if pointers else []
+        unfit = [*misaligned, *[f"not ({condition})" for condition in quiet]]
         lines = [
-            f"{taken}, = tensors",
-            *[f"{memory.name}_at = {memory.name}.data_ptr()" for memory in pointers],
-            f"if {unfit}:",
-            "    return None",
+            f"{', '.join(taken)}, = tensors",
+            *[f"{memory.name}{AT} = {memory.name}.data_ptr()" for memory in pointers],
+            *(["if (", "    " + "\n        or ".join(unfit), "):", "    return None"] if unfit else []),
             "stream = current_stream(index)",
             *body,
             f"return ({''.join([f'{x}, ' for x in returned])})",
         ]
-        return Written("\n".join(["def run(tensors):", *[f"    {line}" for line in lines]]), self.scope)
+        text = "\n".join(["def run(tensors):", *[f"    {line}" for line in lines], ""])
+        return Written(text, self.scope, taken)
 
     def returned(self, result: Tensor, given: Tensors) -> str:
-        """A result: a tensor that was given, or one of the list's own."""
+        """Text of a result: a tensor that was given, or one that the list allocates."""
         if any(result is x for x in given):
             return self.record.view(result).memory.name
         return self.tensor(self.record.own(result))
 
     def tensor(self, view: View) -> str:
-        """A tensor: the owner of its memory, or a view of that."""
+        """Text of a tensor: the name of the tensor that owns its memory, or a view of that one."""
         name = view.memory.name
         if view == (view.memory.whole if view.memory.given else view.memory.owner):
             return name
@@ -424,42 +225,48 @@ class Text:
         return f"{name}.as_strided({view.shape}, {view.stride}, {offset})"
 
     def allocated(self, memory: Memory, address: bool) -> list[str]:
-        """The allocation of a tensor, and its address where a launch wants that."""
+        """Lines that allocate a tensor and, where a launch uses it, take its address."""
         assert memory.owner is not None
         _, _, shape, stride, dtype = memory.owner
         made = f"{memory.name} = allocate({shape}, {stride}, dtype={self.constant(dtype)}, device=device)"
-        return [made, *([f"{memory.name}_at = {memory.name}.data_ptr()"] if address else [])]
+        return [made, *([f"{memory.name}{AT} = {memory.name}.data_ptr()"] if address else [])]
 
     def worked(self, step: Worked, addressed: Sequence[Memory]) -> list[str]:
-        """What torch does."""
+        """Lines that call an operator of torch."""
         handed = [self.tensor(x) if isinstance(x, View) else self.constant(x) for x in step.arguments]
         handed += [f"{name}={self.constant(value)}" for name, value in step.named.items()]
         call = f"{self.constant(step.function)}({', '.join(handed)})"
         if step.result is None:
             return [call]
         memory = step.result.memory
-        address = [f"{memory.name}_at = {memory.name}.data_ptr()"] if memory in addressed else []
+        address = [f"{memory.name}{AT} = {memory.name}.data_ptr()"] if memory in addressed else []
         return [f"{memory.name} = {call}", *address]
 
     def handed(self, step: Launched, how: direct.Style) -> list[str]:
-        """A launch's arguments, the kernel's own and the compile-time constants."""
+        """Text of the arguments of a launch: the kernel's own, then the compile-time constants."""
         handed = []
-        for argument in step.arguments:
+        bound = step.bound
+        assert bound.parameters is not None
+        for parameter, argument in zip(bound.parameters, step.arguments, strict=True):
             if isinstance(argument, View):
                 beyond = argument.offset * argument.dtype.itemsize
                 handed.append(self.addresses[argument.memory] + (f" + {beyond}" if beyond else ""))
             else:
-                handed.append(self.constant(argument))
-        values = direct.reordered(step.bound.kernel, step.bound.constants).values() if how.constants else ()
-        return [*handed, *[self.constant(value) for value in values]]
+                handed.append(self.constant(argument, parameter.name))
+        values = direct.reordered(bound.kernel, bound.constants) if how.constants else {}
+        return [*handed, *[self.constant(value, name) for name, value in values.items()]]
 
 
 class Replayed:
-    """A function of tensors that runs from a prepared list from its second call with tensors of the same facts on.
+    """Calls a function of tensors: from the second call with tensors of the same facts on, through a prepared list.
 
     Args:
-        function: `function(tensors, *settings)`; what it does depends on the facts of the tensors, which are on one
-            device, and on the settings, which can be hashed, alone.
+        function: `function(tensors, *settings)`. The tensors are on one device, the settings can be hashed, and what
+            the function does depends on the facts of the tensors and on the settings alone.
+
+    Attributes:
+        newest: For each of the settings, the list that ran last.
+        seen: For each pattern of settings and facts the list, or the number of calls where there is none.
     """
 
     def __init__(self, function: Function) -> None:
@@ -471,10 +278,10 @@ class Replayed:
         # Where launches are recorded or a mode of torch's watches its operators, they see what the function does.
         if launcher.intercepted() or torch._C._len_torch_dispatch_stack():
             return self.function(tensors, *settings)
-        found = self.newest.get(settings)
-        if found is None or not found.fits(tensors):
-            found = self.find(tensors, settings)
-        results = None if found is None else found.run(tensors)
+        prepared = self.newest.get(settings)
+        if prepared is None or not prepared.fits(tensors):
+            prepared = self.find(tensors, settings)
+        results = None if prepared is None else prepared.run(tensors)
         return self.function(tensors, *settings) if results is None else results
 
     def find(self, tensors: Tensors, settings: tuple[Hashable, ...]) -> List | None:

@@ -1,4 +1,4 @@
-"""How often a choice ran: the count that a hit adds one to."""
+"""How often a choice ran: every hit adds one to the count of its choice."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
 
 
 class Tally:
-    """Calls that one choice ran.
+    """The calls that one choice ran.
 
     Attributes:
-        calls: How many.
-        flushed: How many of them are recorded as misses.
-        missed: How many of them found no decision anywhere when they came.
-        key: The key.
-        environment: Its environment's id.
-        candidate: What runs.
+        calls: Number of calls.
+        flushed: Number of these calls that are recorded as misses.
+        missed: Number of these calls that came when there was no decision, neither in memory nor stored.
+        key: The key of the calls.
+        environment: Id of their environment.
+        candidate: Id of the candidate that runs.
         source: Where the choice comes from.
-        reason: Why the default runs in place of a decision; empty where there is one.
-        saved_us: What a call saves against the default.
-        first_seen: When the first came.
+        reason: Why the default runs in place of a decision; empty where there is a decision.
+        saved_us: Microseconds that a call saves against the default; None where that was not measured.
+        first_seen: When the tally was made, at the first call.
     """
 
     __slots__ = (
@@ -52,9 +52,9 @@ class Tally:
 
     @property
     def place(self) -> tuple[object, ...]:
-        """Tallies of one place count the same thing."""
+        """Equal for tallies that count calls of the same choice."""
         return (self.key, self.environment, self.candidate, self.source, self.reason)
 
 
-# What is counted outside every `enable`, and never reported.
+# Counts the calls outside every `enable`, and is never reported.
 UNROUTED = Tally()

@@ -14,7 +14,7 @@ from ..spec.declaration import Candidate, Launch, OpSpec, Problem
 from ..spec.operands import Operand, Option, Output
 from ..spec.packing import prepare_chunk_offsets
 from ..spec.registry import register
-from .sizes import default_width, require_room
+from .sizes import DOT_PRECISION, default_width, require_room
 
 
 def chunk_gated_delta_rule_bwd_dhu(
@@ -46,8 +46,8 @@ def chunk_gated_delta_rule_bwd_dhu(
         do: Gradient of the output `[B, T, HV, V]`, the dtype of q.
         dv: What `chunk_bwd_dv_local` returns, `[B, T, HV, V]`, the dtype of q.
         g: Chunk-local cumulative gate `[B, T, HV]`, fp32, bf16 or fp16, log2 units, in any layout. None: no gate.
-        gk: A gate for each key channel, chunk-local cumulative, `[B, T, HV, K]`, log2 units. It decays D alone; the
-            q, k and w given with it are gated already.
+        gk: A gate for each key channel, chunk-local cumulative, `[B, T, HV, K]`, log2 units, in any layout. It decays
+            D alone; the q, k and w given with it are gated already.
         h0: The forward's initial state `[N, HV, K, V]`, N sequences (B where not packed). Its values are not read.
         dht: Gradient of the final state `[N, HV, K, V]`; None: zeros.
         scale: None: `K ** -0.5`.
@@ -102,10 +102,11 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
         STORE_INITIAL_STATE_GRADIENT=wants_dh0,
         STATE_V_FIRST=v_first,
         G_T_CONTIG=candidate.plan.t_contig("g"),
+        GK_T_CONTIG=candidate.plan.t_contig("gk"),
         IS_VARLEN=key.varlen,
         PREFETCH=prefetch,
         JOIN_PRODUCTS=problem.chip.tiles == "ascend",
-        DOT_PRECISION=problem.dot_precision,
+        DOT_PRECISION=DOT_PRECISION,
     )
     programs, default_scale = problem.chip.cube_programs, K**-0.5
     state = (V, K) if v_first else (K, V)
@@ -175,7 +176,14 @@ SPEC = register(
             Operand(name="do", dims="B T HV V"),
             Operand(name="dv", dims="B T HV V"),
             Operand(name="g", dims="B T HV", optional=True, time_axis=True, fill="cumulative_decay"),
-            Operand(name="gk", dims="B T HV K", optional=True, fill="cumulative_decay", must_match=False),
+            Operand(
+                name="gk",
+                dims="B T HV K",
+                optional=True,
+                time_axis=True,
+                fill="cumulative_decay",
+                as_it_lies=True,
+            ),
             _state("h0"),
             _state("dht"),
         ),
@@ -189,7 +197,7 @@ SPEC = register(
             Option(name="chunk_size", default=64, entry="BT", size="BT"),
         ),
         scalars=("scale",),
-        layout_groups=(("g",),),
+        layout_groups=(("g",), ("gk",)),
         variants=("wide", "narrow"),
         default_variant=default_width,
         bind=_bind,
@@ -200,8 +208,9 @@ SPEC = register(
             "BT=64,dht=float32,g=float32@STRIDE_HV,h0=float32",
             "BT=64,dht=float32,g=float32@T_CONTIG,h0=float32,state_v_first=1",
             "BT=64,g=float32@OTHER,h0=float32",
-            "BT=64,dht=float32,gk=float32",
-            "BT=64,g=bfloat16@STRIDE_HV,gk=float32,h0=float32",
+            "BT=64,dht=float32,gk=float32@STRIDE_HV",
+            "BT=64,gk=float32@T_CONTIG,h0=float32",
+            "BT=64,g=bfloat16@STRIDE_HV,gk=float32@OTHER,h0=float32",
             "BT=32,g=float32@STRIDE_HV",
             "BT=16,dht=float32,g=float32@STRIDE_HV",
         ),

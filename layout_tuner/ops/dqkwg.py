@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from layout_tuner.kernels import dqkwg as kernels
-from layout_tuner.kernels import tiling
+from layout_tuner.kernels import dg as dg_kernels
+from layout_tuner.kernels import dqkwg_full, dqkwg_rows, dqkwg_sub, tiling
 
 from .. import reference
 from ..dispatch import router
 from ..launch import launcher
+from ..launch.direct import Constant
 from ..spec import layouts
 from ..spec.declaration import Candidate, Launch, OpSpec, Problem
 from ..spec.operands import DTYPES, Operand, Option, Output
 from ..spec.registry import register
-from .sizes import chunk_counts
+from .sizes import DOT_PRECISION, chunk_counts
 
 
 def chunk_bwd_dqkwg(
@@ -96,7 +97,7 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
         candidate.variant, K, V, BT, problem.element_bytes, problem.chip.tiles
     )
     wants_dw, wants_dg, v_first = problem.has("w"), problem.has("g"), problem.form.flag("state_v_first")
-    shared: dict[str, launcher.Constant] = dict(
+    shared: dict[str, Constant] = dict(
         H=H,
         HV=HV,
         K=K,
@@ -107,29 +108,37 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
         STATE_V_FIRST=v_first,
         G_T_CONTIG=candidate.plan.t_contig("g"),
         IS_VARLEN=key.varlen,
-        DOT_PRECISION=problem.dot_precision,
+        DOT_PRECISION=DOT_PRECISION,
     )
-    gates: dict[str, launcher.Constant] = dict(
+    gates: dict[str, Constant] = dict(
         USE_G=wants_dg,
         USE_G_GAMMA=problem.has("g_gamma"),
-        USE_DW=wants_dw,
     )
     dg_layout, dg_t_contig = candidate.plan["dg"], candidate.plan.t_contig("dg")
-    fused = candidate.variant == "full"
-    if fused:
+    dg_apart = candidate.variant == "sub"
+    from_rows = wants_dg and not dg_apart and not dg_from_values
+    computed_right = problem.chip.tiles == "cuda"
+    if dg_apart:
+        kernel = launcher.bind(dqkwg_sub.chunk_bwd_dqkwg_sub, BC=BC, USE_DW=wants_dw, **gates, **shared)
+    elif from_rows:
         kernel = launcher.bind(
-            kernels.chunk_bwd_dqkwg_full,
+            dqkwg_rows.chunk_bwd_dqkwg_rows,
             GROUP=tiling.power_of_two(HV // H, 1, HV),
-            USE_DG=wants_dg,
-            DG_FROM_VALUES=dg_from_values,
+            USE_DW=wants_dw,
             DG_T_CONTIG=dg_t_contig,
-            COMPUTED_RIGHT=problem.chip.tiles == "cuda",
-            **gates,
+            COMPUTED_RIGHT=computed_right,
             **shared,
         )
     else:
-        kernel = launcher.bind(kernels.chunk_bwd_dqkwg_sub, BC=BC, **gates, **shared)
-    dg_kernel = launcher.bind(kernels.chunk_bwd_dg, DG_T_CONTIG=dg_t_contig, **shared)
+        kernel = launcher.bind(
+            dqkwg_full.chunk_bwd_dqkwg_full,
+            USE_DW=wants_dw,
+            DG_T_CONTIG=dg_t_contig,
+            COMPUTED_RIGHT=computed_right,
+            **gates,
+            **shared,
+        )
+    dg_kernel = launcher.bind(dg_kernels.chunk_bwd_dg, DG_T_CONTIG=dg_t_contig, **shared)
     programs, default_scale = problem.chip.cube_programs, K**-0.5
 
     def launch(
@@ -153,7 +162,8 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
         dq, dk = torch.empty_like(q), torch.empty_like(k)
         dw = q.new_empty(B, T, HV, K) if wants_dw else None
         dg = layouts.empty((B, T, HV), dg_layout, torch.float32, q.device) if wants_dg else None
-        results = (dq, dk, dw, dg) if fused else (dq, dk, dw)
+        gate = (g,) if from_rows else (g, g_gamma)
+        results = (dq, dk, dw) if dg_apart else (dq, dk, dw, dg)
         kernel(
             max(1, min(chunks * H, programs)),
             q,
@@ -163,8 +173,7 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
             h,
             dh,
             dv,
-            g,
-            g_gamma,
+            *gate,
             *results,
             cu_seqlens,
             chunk_indices,
@@ -174,7 +183,7 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
             N,
             chunks * H,
         )
-        if wants_dg and not fused:
+        if wants_dg and dg_apart:
             dg_kernel(
                 max(1, min(chunks * HV, programs)),
                 q,

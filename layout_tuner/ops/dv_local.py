@@ -10,11 +10,12 @@ from layout_tuner.kernels import tiling
 from .. import reference
 from ..dispatch import router
 from ..launch import launcher
+from ..launch.direct import Constant
 from ..launch.prepared import present
 from ..spec.declaration import Candidate, Launch, OpSpec, Problem
 from ..spec.operands import DTYPES, Operand, Option, Output
 from ..spec.registry import register
-from .sizes import chunk_counts, require_room
+from .sizes import DOT_PRECISION, chunk_counts, require_room
 
 
 def chunk_bwd_dv_local(
@@ -69,7 +70,7 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
     BC, BK, BV = tiling.chunk_bwd_dv_local_tiles(candidate.variant, K, V, BT, problem.element_bytes, problem.chip.tiles)
     if candidate.variant == "full":
         require_room(problem, candidate, "chunk_bwd_dv_local_full", BT=BT, BK=BK, BV=BV)
-    constants: dict[str, launcher.Constant] = dict(
+    constants: dict[str, Constant] = dict(
         H=H,
         HV=HV,
         K=K,
@@ -82,7 +83,7 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
         USE_A=problem.has("A"),
         G_T_CONTIG=candidate.plan.t_contig("g"),
         IS_VARLEN=key.varlen,
-        DOT_PRECISION=problem.dot_precision,
+        DOT_PRECISION=DOT_PRECISION,
     )
     if candidate.variant == "sub":
         kernel = launcher.bind(kernels.chunk_bwd_dv_local_sub, BC=BC, **constants)

@@ -14,7 +14,7 @@ from ..spec.declaration import Candidate, Launch, OpSpec, Problem
 from ..spec.operands import Operand, Option, Output
 from ..spec.packing import chunks_of, prepare_chunk_offsets
 from ..spec.registry import register
-from .sizes import default_width, require_room
+from .sizes import DOT_PRECISION, default_width, require_room
 
 
 def chunk_gated_delta_rule_fwd_h(
@@ -43,8 +43,8 @@ def chunk_gated_delta_rule_fwd_h(
         w: As `recompute_w_u_fwd` makes it, `[B, T, HV, K]`, the dtype of k; HV a multiple of H.
         u: Likewise, `[B, T, HV, V]`, the dtype of k.
         g: Chunk-local cumulative gate `[B, T, HV]`, fp32, bf16 or fp16, log2 units, in any layout. None: no gate.
-        gk: A gate for each key channel, chunk-local cumulative, `[B, T, HV, K]`, log2 units. It decays S alone, by
-            `diag(2**gk_last)`; the k and w given with it are gated already.
+        gk: A gate for each key channel, chunk-local cumulative, `[B, T, HV, K]`, log2 units, in any layout. It decays
+            S alone, by `diag(2**gk_last)`; the k and w given with it are gated already.
         initial_state: `[N, HV, K, V]`, N sequences (B where not packed); None: zeros.
         output_final_state: Whether the states after the last chunk are wanted.
         chunk_size: Tokens of a chunk: 16, 32 or 64.
@@ -107,9 +107,10 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
         SAVE_NEW_VALUE=save_new_value,
         STATE_V_FIRST=v_first,
         G_T_CONTIG=candidate.plan.t_contig("g"),
+        GK_T_CONTIG=candidate.plan.t_contig("gk"),
         IS_VARLEN=key.varlen,
         PREFETCH=prefetch,
-        DOT_PRECISION=problem.dot_precision,
+        DOT_PRECISION=DOT_PRECISION,
     )
     programs, state = problem.chip.cube_programs, (V, K) if v_first else (K, V)
 
@@ -164,7 +165,14 @@ SPEC = register(
             Operand(name="w", dims="B T HV K", fill="weak"),
             Operand(name="u", dims="B T HV V"),
             Operand(name="g", dims="B T HV", optional=True, time_axis=True, fill="cumulative_decay"),
-            Operand(name="gk", dims="B T HV K", optional=True, fill="cumulative_decay", must_match=False),
+            Operand(
+                name="gk",
+                dims="B T HV K",
+                optional=True,
+                time_axis=True,
+                fill="cumulative_decay",
+                as_it_lies=True,
+            ),
             Operand(
                 name="initial_state",
                 dims="N HV K V",
@@ -184,7 +192,7 @@ SPEC = register(
             Option(name="save_new_value", default=True),
             Option(name="state_v_first", default=False, turns_states=True),
         ),
-        layout_groups=(("g",),),
+        layout_groups=(("g",), ("gk",)),
         variants=("wide", "narrow"),
         default_variant=default_width,
         bind=_bind,
@@ -197,8 +205,9 @@ SPEC = register(
             "BT=64,output_final_state=1",
             "BT=64,g=float32@T_CONTIG,initial_state=float32,output_final_state=1,state_v_first=1",
             "BT=64,g=float32@OTHER,save_new_value=0,output_final_state=1",
-            "BT=64,gk=float32,output_final_state=1",
-            "BT=64,g=bfloat16@STRIDE_HV,gk=float32",
+            "BT=64,gk=float32@STRIDE_HV,output_final_state=1",
+            "BT=64,gk=float32@T_CONTIG",
+            "BT=64,g=bfloat16@STRIDE_HV,gk=float32@OTHER",
             "BT=32,g=float32@STRIDE_HV",
             "BT=16,g=float32@STRIDE_HV,output_final_state=1",
         ),

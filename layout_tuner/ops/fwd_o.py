@@ -13,7 +13,7 @@ from ..launch import launcher
 from ..spec.declaration import Candidate, Launch, OpSpec, Problem
 from ..spec.operands import Operand, Option, Output
 from ..spec.registry import register
-from .sizes import chunk_counts, require_room
+from .sizes import DOT_PRECISION, chunk_counts, require_room
 
 
 def chunk_fwd_o(
@@ -82,7 +82,7 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
         STATE_V_FIRST=problem.form.flag("state_v_first"),
         G_T_CONTIG=candidate.plan.t_contig("g"),
         IS_VARLEN=key.varlen,
-        DOT_PRECISION=problem.dot_precision,
+        DOT_PRECISION=DOT_PRECISION,
     )
     programs, default_scale = problem.chip.cube_programs, K**-0.5
 

@@ -17,7 +17,7 @@ from ..spec.operands import Operand, Option, Output
 from ..spec.registry import register
 from .kkt import bind_kkt
 from .recompute_w_u import bind_w_u
-from .sizes import chunk_counts
+from .sizes import DOT_PRECISION, chunk_counts
 from .solve_tril import bind_solve, solve_family, solve_precision
 
 Inverse = Callable[
@@ -84,7 +84,7 @@ def bind_inverse(problem: Problem, candidate: Candidate) -> Inverse:
                 G_T_CONTIG=plan.t_contig("g"),
                 BETA_T_CONTIG=plan.t_contig("beta"),
                 IS_VARLEN=key.varlen,
-                DOT_PRECISION=problem.dot_precision,
+                DOT_PRECISION=DOT_PRECISION,
                 SOLVE_PRECISION=solve_precision(problem, dtype),
             ),
             -(-HV // BH),

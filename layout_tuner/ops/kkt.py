@@ -14,7 +14,7 @@ from ..spec.declaration import Candidate, Launch, OpSpec, Problem
 from ..spec.operands import Operand, Option, Output
 from ..spec.registry import register
 from .local_cumsum import output_dtype_name, output_dtype_of
-from .sizes import chunk_counts
+from .sizes import DOT_PRECISION, chunk_counts
 
 
 def chunk_scaled_dot_kkt_fwd(
@@ -72,7 +72,7 @@ def bind_kkt(problem: Problem, candidate: Candidate) -> launcher.BoundKernel:
         G_T_CONTIG=candidate.plan.t_contig("g"),
         BETA_T_CONTIG=candidate.plan.t_contig("beta"),
         IS_VARLEN=key.varlen,
-        DOT_PRECISION=problem.dot_precision,
+        DOT_PRECISION=DOT_PRECISION,
     )
 
 

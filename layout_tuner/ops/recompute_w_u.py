@@ -13,7 +13,7 @@ from ..launch import launcher
 from ..spec.declaration import Candidate, Launch, OpSpec, Problem
 from ..spec.operands import Operand, Output
 from ..spec.registry import register
-from .sizes import chunk_counts, require_room
+from .sizes import DOT_PRECISION, chunk_counts, require_room
 
 
 def recompute_w_u_fwd(
@@ -72,7 +72,7 @@ def bind_w_u(problem: Problem, candidate: Candidate) -> launcher.BoundKernel:
         G_T_CONTIG=candidate.plan.t_contig("g"),
         BETA_T_CONTIG=candidate.plan.t_contig("beta"),
         IS_VARLEN=key.varlen,
-        DOT_PRECISION=problem.dot_precision,
+        DOT_PRECISION=DOT_PRECISION,
     )
 
 

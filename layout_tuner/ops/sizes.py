@@ -1,4 +1,4 @@
-"""Counts that the launches of chunk-parallel kernels share."""
+"""Counts and constants that the launches of chunk-parallel kernels share."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from ..spec.declaration import Candidate, Problem
 from ..spec.keys import Key
 
 WIDE_COLUMNS = 64
+# `input_precision` of dots on the main dtype: exact for fp32, without effect for 16-bit operands.
+DOT_PRECISION = "ieee"
 
 
 def chunk_counts(

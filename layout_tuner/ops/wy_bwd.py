@@ -14,7 +14,7 @@ from ..spec import layouts
 from ..spec.declaration import Candidate, Launch, OpSpec, Problem
 from ..spec.operands import Operand, Output
 from ..spec.registry import register
-from .sizes import chunk_counts
+from .sizes import DOT_PRECISION, chunk_counts
 
 
 def prepare_wy_repr_bwd(
@@ -85,7 +85,7 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
         IS_VARLEN=key.varlen,
         RELOAD_LEFT=problem.chip.tiles == "ascend",
         TIME_IN_COLUMNS=problem.chip.tiles == "ascend",
-        DOT_PRECISION=problem.dot_precision,
+        DOT_PRECISION=DOT_PRECISION,
     )
     dbeta_layout, dg_layout, programs = plan["dbeta"], plan["dg"], problem.chip.cube_programs
 

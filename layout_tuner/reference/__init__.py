@@ -1,4 +1,4 @@
-"""Torch oracles: one per op, each about as short as its formula, and the token recurrence they all follow from.
+"""Torch oracles: one for each op, about as short as its formula, and the token recurrence that all follow from.
 
 An oracle takes the arguments of its op and, keyword-only, a `compute_dtype`. It converts every floating input to that
 dtype, computes in it and returns its results in it, in the op's order: nothing is rounded to the dtypes of the inputs,
@@ -35,6 +35,15 @@ from .gated_delta_rule import (
     gated_delta_rule_recurrence,
 )
 from .intra import chunk_gated_delta_rule_fwd_intra
+from .kda import KdaGradients, chunk_kda, chunk_kda_bwd, kda_recurrence
+from .kda_backward import (
+    chunk_kda_bwd_dAv,
+    chunk_kda_bwd_intra,
+    chunk_kda_bwd_wy_dqkg_fused,
+    chunk_kda_bwd_wy_dqkg_fused_term_rms,
+)
+from .kda_forward import chunk_gla_fwd_o_gk, chunk_kda_fwd_intra, recompute_w_u_fwd_kda
+from .kda_gate import kda_gate_bwd, kda_gate_bwd_term_rms, kda_gate_chunk_cumsum, kda_gate_fwd
 from .kkt import chunk_scaled_dot_kkt_fwd
 from .local_cumsum import chunk_local_cumsum
 from .packing import prepare_chunk_indices, prepare_chunk_offsets
@@ -44,6 +53,7 @@ from .wy_bwd import prepare_wy_repr_bwd, prepare_wy_repr_bwd_term_rms
 
 __all__ = [
     "ChainGradients",
+    "KdaGradients",
     "chunk_bwd_dqkwg",
     "chunk_bwd_dqkwg_term_rms",
     "chunk_bwd_dv_local",
@@ -53,6 +63,14 @@ __all__ = [
     "chunk_gated_delta_rule_bwd_dhu",
     "chunk_gated_delta_rule_fwd_h",
     "chunk_gated_delta_rule_fwd_intra",
+    "chunk_gla_fwd_o_gk",
+    "chunk_kda",
+    "chunk_kda_bwd",
+    "chunk_kda_bwd_dAv",
+    "chunk_kda_bwd_intra",
+    "chunk_kda_bwd_wy_dqkg_fused",
+    "chunk_kda_bwd_wy_dqkg_fused_term_rms",
+    "chunk_kda_fwd_intra",
     "chunk_local_cumsum",
     "chunk_scaled_dot_kkt_fwd",
     "gate_parameter_term_rms",
@@ -60,10 +78,16 @@ __all__ = [
     "gdn_gate",
     "gdn_gate_bwd",
     "gdn_gate_chunk_cumsum",
+    "kda_gate_bwd",
+    "kda_gate_bwd_term_rms",
+    "kda_gate_chunk_cumsum",
+    "kda_gate_fwd",
+    "kda_recurrence",
     "prepare_chunk_indices",
     "prepare_chunk_offsets",
     "prepare_wy_repr_bwd",
     "prepare_wy_repr_bwd_term_rms",
     "recompute_w_u_fwd",
+    "recompute_w_u_fwd_kda",
     "solve_tril",
 ]

@@ -1,4 +1,4 @@
-"""What the oracles share: packed batches, chunks, heads of a group, gates."""
+"""Helpers that the oracles share: packed batches, chunks, heads of a group, gates."""
 
 import functools
 import inspect
@@ -24,7 +24,10 @@ _PER_HEAD = {"g_gamma", "A_log", "dt_bias"}
 
 
 def _oracle(*axes: Axis) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Gives a dense oracle its `compute_dtype` and packed batches; `axes` name what each result is indexed by."""
+    """Wraps an oracle of dense batches so that it takes `compute_dtype` and packed batches.
+
+    `axes` says by what each result is indexed: by token, by chunk or by sequence.
+    """
 
     def decorate(dense: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(dense)
@@ -146,5 +149,5 @@ def _scale(scale: float | None, K: int) -> float:
 
 
 def _rms(terms: Tensor) -> Tensor:
-    """Root mean square of the terms that were summed, over all of them."""
+    """Root mean square of all terms that were summed."""
     return terms.square().mean().sqrt()

@@ -81,7 +81,7 @@ def gate_parameter_term_rms(
     terms = {"dA_log": dg * F.softplus(x) / x.sigmoid()}
     if dt_bias is not None:
         terms["ddt_bias"] = dg
-    found = {}
+    scales = {}
     for name, term in terms.items():
         size = term.abs()
         up_to, from_there = (
@@ -89,5 +89,5 @@ def gate_parameter_term_rms(
             for reverse in (False, True)
         )
         # Every token of a chunk finds the chunk's whole sum; times its own size, it is the square when all are added.
-        found[name] = (size * (up_to + from_there - size)).flatten(0, -2).sum(0).mean().sqrt()
-    return found
+        scales[name] = (size * (up_to + from_there - size)).flatten(0, -2).sum(0).mean().sqrt()
+    return scales

@@ -1,4 +1,4 @@
-"""Oracle of all that happens within a chunk ahead of the states."""
+"""Oracle of the steps within a chunk that come before the states."""
 
 import torch
 from torch import Tensor

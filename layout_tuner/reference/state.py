@@ -1,4 +1,4 @@
-"""What the oracles of the states, forward and backward, share."""
+"""Helper of the oracles of the states, forward and backward."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ from .common import _gate, _split
 
 
 def _state_decays(like: Tensor, BT: int, g: Tensor | None, gk: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What a chunk leaves of the state, `[B, HV, NT, 1 or K, 1]`, and a token's exp2(G_last - G), `[.., BT, 1]`."""
+    """A chunk's factor of the state, `[B, HV, NT, 1 or K, 1]`, and each token's exp2(G_last - G), `[.., BT, 1]`."""
     G = _gate(like, BT, g)
     keep = G[..., -1:, None].exp2()
     if gk is not None:

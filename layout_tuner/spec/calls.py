@@ -1,4 +1,4 @@
-"""Is this call one of an op's: every mistake of its arguments, and why no kernel serves its key."""
+"""Checks a call against an op's declaration: mistakes in its arguments, and reasons why no kernel serves its key."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def check_call(spec: OpSpec, call: Call) -> dict[str, int]:
 
 
 def type_faults(spec: OpSpec, call: Call) -> list[str]:
-    """Which arguments of a call are of a wrong type."""
+    """One complaint for each argument of a wrong type."""
     import torch
 
     tensors = [(operand.name, tensor) for operand, tensor in zip(spec.operands, call.tensors)]
@@ -106,7 +106,7 @@ def type_faults(spec: OpSpec, call: Call) -> list[str]:
 
 
 def number_faults(spec: OpSpec, scalars: Sequence[object]) -> list[str]:
-    """Which scalars of a call are no numbers; a tensor would have to be waited for."""
+    """One complaint for each scalar that is no number; a tensor is refused because reading it waits for the device."""
     return [
         f"{name}: wanted a number or None, got {type(number).__name__}"
         for name, number in zip(spec.scalars, scalars)
@@ -115,7 +115,7 @@ def number_faults(spec: OpSpec, scalars: Sequence[object]) -> list[str]:
 
 
 def check_counts(call: Call, sizes: Mapping[str, int], origin: Mapping[str, str]) -> list[str]:
-    """Whether states come one for each sequence, or one for each chunk.
+    """Check that states come one for each sequence, or one for each chunk.
 
     The chunks of a packed batch are counted by whoever launches: their number is in the values of `cu_seqlens`.
     """
@@ -136,7 +136,7 @@ def check_counts(call: Call, sizes: Mapping[str, int], origin: Mapping[str, str]
 
 
 def check_packing(call: Call, sizes: Mapping[str, int], main: torch.Tensor) -> list[str]:
-    """What is wrong with the description of a packed batch, values aside (reading them would stop the device)."""
+    """Complaints about `cu_seqlens` and `chunk_indices`; their values are not read, as that would stop the device."""
     faults = []
     for name, tensor, dims in (("cu_seqlens", call.cu_seqlens, 1), ("chunk_indices", call.chunk_indices, 2)):
         if tensor is None:
@@ -157,7 +157,7 @@ def check_packing(call: Call, sizes: Mapping[str, int], main: torch.Tensor) -> l
 
 
 def common_reasons(spec: OpSpec, key: Key) -> list[str]:
-    """Why no kernel serves a key, for the reasons that all ops share."""
+    """The reasons, common to all ops, why no kernel serves a key."""
     form = key.form
     reasons = [
         f"{name}={getattr(key, name)}, but the kernels take at most {WIDEST}"

@@ -1,4 +1,4 @@
-"""What can be tuned: each op declares its operands, candidates, kernels and oracle once, here.
+"""The declaration of an op: its operands, candidates, kernels and oracle.
 
 Validation, keys, synthetic inputs, layouts, tests, the tuner and the Ascend compiler all read these declarations;
 none of them knows an op by name.
@@ -16,7 +16,7 @@ from ..errors import REFUSAL, REFUSED, ConfigError, UnsupportedProblemError
 from .calls import check_call, common_reasons
 from .keys import Form, Key
 from .layouts import Layout, LayoutPlan, arrival
-from .operands import CHUNK_SIZES, DTYPES, SIZES, Call, Operand, Option, Output, Outputs, dtype_name
+from .operands import CHUNK_SIZES, DTYPES, SIZES, Call, Operand, Option, Output, Outputs, Value, dtype_name
 from .revision import source_revision
 
 if TYPE_CHECKING:
@@ -27,13 +27,21 @@ if TYPE_CHECKING:
 
 Launch = Callable[..., Outputs]
 
+# What serves a key of which no kernel is right: the oracle, which is no candidate and never tuned.
+REFERENCE = "reference"
+
+# Ascend's compiler keeps several copies of what a loop loads, so that loads and work overlap. Other projects met wrong
+# results and hangs from that in loops over tasks, and it takes memory.
+SINGLE_BUFFER = "single_buffer"
+OPTIONS: Mapping[str, Mapping[str, bool]] = {SINGLE_BUFFER: {"multibuffer": False}}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
     """One way to run an op: a kernel variant with a layout for each time-axis operand.
 
     Attributes:
-        variant: Name of the kernel variant.
+        variant: Name of the kernel variant; behind a `+` the compiler's options that it carries, see `OPTIONS`.
         plan: The layouts the kernel reads and writes.
         revision: Hash of the sources of what it runs, see `revision.source_revision`.
     """
@@ -65,7 +73,7 @@ class Problem:
 
     @property
     def form(self) -> Form:
-        """What the key says beside sizes and dtype."""
+        """The key's form."""
         return self.key.form
 
     @property
@@ -77,11 +85,6 @@ class Problem:
     def element_bytes(self) -> int:
         """Bytes of an element of the main tensor."""
         return 4 if self.key.dtype == "float32" else 2
-
-    @property
-    def dot_precision(self) -> str:
-        """`input_precision` of dots on the main dtype: exact for fp32, without effect for 16-bit operands."""
-        return "ieee"
 
     def has(self, operand: str) -> bool:
         """Whether an optional operand is given."""
@@ -108,13 +111,17 @@ class OpSpec:
             default copies nothing on any device.
         bind: Builds the launch of a candidate for a problem. The launch takes the operands, then the scalars, then
             `cu_seqlens` and `chunk_indices`, with time-axis operands in the plan's layout, and returns every output.
+        by_reference: Builds what computes by the oracle from op, problem and options of a call, where its launch is
+            more than a function.
         reference: The oracle: same operands and options by name, results in the order of `outputs`.
-        forms: Standard forms by name; warm-up tunes these.
-        more_forms: Further forms that tests and the Ascend gate cover.
-        unsupported: Reasons an op of its own cannot serve a key, beyond the common ones.
+        forms: Standard forms by name; warm-up tunes these where no callers are known.
+        callers: Forms of the libraries that call this op, by `caller/use` (`transformers/training`); warm-up tunes
+            these.
+        more_forms: Further forms that the tests and Ascend's matrix cover.
+        unsupported: The op's own reasons why it cannot serve a key, beyond the common ones.
         tolerances: Largest error allowed for an output by name, 16-bit dtypes; fp32 is `numerics.FP32_TOLERANCE`.
         term_rms: `term_rms(wanted, **arguments)`: how large the terms are whose sums outputs that can cancel are, by
-            output name; `wanted` are the reference's results by name.
+            output name; `wanted` are the oracle's results by name.
     """
 
     name: str
@@ -131,14 +138,16 @@ class OpSpec:
     bind: Callable[[Problem, Candidate], Launch]
     reference: Callable[..., object]
     forms: Mapping[str, str]
+    callers: Mapping[str, str] = field(default_factory=dict)
     more_forms: tuple[str, ...] = ()
     unsupported: Callable[[Key], Sequence[str]] = lambda key: ()
     tolerances: Mapping[str, float] = field(default_factory=dict)
     term_rms: Callable[..., Mapping[str, torch.Tensor]] | None = None
+    by_reference: Callable[[OpSpec, Problem, tuple[Value, ...]], Launch] | None = None
 
     @functools.cached_property
     def sizes(self) -> frozenset[str]:
-        """The sizes this op has."""
+        """The symbols of the sizes this op has."""
         return frozenset(symbol for operand in self.operands for symbol in operand.dims.split()) & frozenset(SIZES)
 
     @functools.cached_property
@@ -147,15 +156,32 @@ class OpSpec:
         return tuple(itertools.chain.from_iterable(self.layout_groups))
 
     @functools.cached_property
+    def with_channels(self) -> tuple[str, ...]:
+        """Names of the time-axis tensors `[B, T, HV, C]`."""
+        tensors = [(operand.name, operand.time_axis, operand.dims.split()) for operand in self.operands]
+        tensors += [(output.name, output.time_axis, self.shape_of(output)) for output in self.outputs]
+        return tuple(name for name, time_axis, dims in tensors if time_axis and len(dims) > 3)
+
+    @functools.cached_property
     def standard_forms(self) -> Mapping[str, Form]:
         """The standard forms by name."""
         return {name: Form.parse(text) for name, text in self.forms.items()}
 
     @functools.cached_property
     def every_form(self) -> tuple[Form, ...]:
-        """Every form that tests and the Ascend gate cover: the standard ones first."""
+        """Every form that the tests and Ascend's matrix cover, the standard ones first."""
         more = [Form.parse(text) for text in self.more_forms]
-        return tuple(dict.fromkeys([*self.standard_forms.values(), *more]))
+        return tuple(dict.fromkeys([*self.standard_forms.values(), *self.caller_forms.values(), *more]))
+
+    @functools.cached_property
+    def caller_forms(self) -> Mapping[str, Form]:
+        """The forms of known callers by `caller/use`."""
+        return {name: Form.parse(text) for name, text in self.callers.items()}
+
+    @functools.cached_property
+    def warmed_forms(self) -> tuple[Form, ...]:
+        """The forms that warm-up tunes where it is not told which: what is called, as far as that is known."""
+        return tuple(dict.fromkeys((self.caller_forms or self.standard_forms).values()))
 
     @functools.cached_property
     def gradient_option(self) -> Option | None:
@@ -244,6 +270,7 @@ class OpSpec:
         form = key.form
         present = {operand.name for operand in self.operands if operand.time_axis and operand.name in form}
         present |= {out.name for out in self.outputs if out.time_axis and (not out.needs or out.needs in form)}
+        as_they_lie = {operand.name for operand in self.operands if operand.as_it_lies}
         groups = [tuple(name for name in group if name in present) for group in self.layout_groups]
         groups = [group for group in groups if group]
         choices: list[tuple[Layout, ...]] = []
@@ -253,6 +280,8 @@ class OpSpec:
                 choices.append((Layout.STRIDE_HV,))
             elif Layout.T_CONTIG in arrives:
                 choices.append((Layout.T_CONTIG,))
+            elif as_they_lie.issuperset(group):
+                choices.append((Layout.STRIDE_HV,))
             else:
                 choices.append((Layout.STRIDE_HV, Layout.T_CONTIG))
         return tuple(
@@ -260,14 +289,30 @@ class OpSpec:
             for layouts in itertools.product(*choices)
         )
 
-    def candidates(self, key: Key) -> tuple[Candidate, ...]:
-        """Every candidate of a key, in a fixed order; made once."""
-        return candidates_of(self, key, self.revision)
+    def candidates(self, key: Key, *, buffers: bool = False) -> tuple[Candidate, ...]:
+        """Every candidate of a key, in a fixed order; made once.
+
+        Args:
+            key: The key.
+            buffers: As `Chip.buffers` of the device they are for.
+        """
+        return candidates_of(self, key, self.revision, buffers)
+
+    @property
+    def unbuffered(self) -> tuple[str, ...]:
+        """Variants that are candidates without automatic multi-buffering too, where a compiler does that."""
+        return self.variants[:1]
 
     def default(self, key: Key, chip: Chip) -> Candidate:
-        """What runs where nothing was measured: T_CONTIG on an NPU (the published fix), STRIDE_HV elsewhere."""
+        """What runs where nothing was measured: T_CONTIG on an NPU (the published fix), STRIDE_HV elsewhere.
+
+        Tensors with channels stay as they arrive: a token's channels lie together in both layouts, and a copy moves as
+        many times more.
+        """
         plans = self.plans(key)
         published_fix = chip.kind == "npu" and not self.reads_heads
+        if published_fix and self.with_channels:
+            plans = tuple(p for p in plans if all(p[name] is plans[0][name] for name in self.with_channels))
         variant = self.default_variant(key, chip) if self.default_variant else self.variants[0]
         return Candidate(variant=variant, plan=plans[-1] if published_fix else plans[0], revision=self.revision)
 
@@ -299,6 +344,17 @@ class OpSpec:
             form=Form(entries),
         )
 
+    def forms_named(self, name: str) -> tuple[Form, ...]:
+        """The forms that a name stands for: a standard form, a caller's (all or one), a use of every caller, or a text.
+
+        Raises:
+            ConfigError: None of these.
+        """
+        called = [form for each, form in self.caller_forms.items() if f"/{name}/" in f"/{each}/"]
+        if name in self.forms:
+            called.insert(0, self.standard_forms[name])
+        return tuple(dict.fromkeys(called)) or (self.form_named(name),)
+
     def form_named(self, name: str) -> Form:
         """The standard form of that name, or the form that the text describes.
 
@@ -307,6 +363,8 @@ class OpSpec:
         """
         if name in self.forms:
             return self.standard_forms[name]
+        if name in self.callers:
+            return self.caller_forms[name]
         if "=" in name:
             form = Form.parse(name)
             faults = self.form_faults(form)
@@ -317,7 +375,7 @@ class OpSpec:
             entries = {each.label: str(each.default) for each in self.options if each.label not in flags}
             entries |= form.entries
             return Form({entry: value for entry, value in entries.items() if flags.get(entry) != value})
-        raise ConfigError(f"{self.name} has no form {name!r} (it has {', '.join(self.forms)})")
+        raise ConfigError(f"{self.name} has no form {name!r} (it has {', '.join([*self.forms, *self.callers])})")
 
     def form_faults(self, form: Form) -> list[str]:
         """What is wrong with the entries of a form: names the op does not have, values no call leads to, gaps."""
@@ -354,11 +412,20 @@ class OpSpec:
 
 
 @functools.lru_cache(maxsize=4096)
-def candidates_of(spec: OpSpec, key: Key, revision: str) -> tuple[Candidate, ...]:
+def candidates_of(spec: OpSpec, key: Key, revision: str, buffers: bool) -> tuple[Candidate, ...]:
     """Every candidate of an op for a key, with the revision of the op's sources."""
+    variants = [variant for variant in spec.variants if spec.offers(variant, key)]
+    if buffers:
+        variants += [f"{variant}+{SINGLE_BUFFER}" for variant in spec.unbuffered if variant in variants]
     return tuple(
-        Candidate(variant=variant, plan=plan, revision=revision)
-        for variant in spec.variants
-        if spec.offers(variant, key)
-        for plan in spec.plans(key)
+        Candidate(variant=variant, plan=plan, revision=revision) for variant in variants for plan in spec.plans(key)
     )
+
+
+def compile_options(variant: str) -> tuple[str, Mapping[str, bool]]:
+    """A variant as the op knows it, and the options of the compiler that it carries in its name.
+
+    Options change how a kernel is compiled, never what it computes.
+    """
+    name, plus, option = variant.partition("+")
+    return name, OPTIONS[option] if plus else {}

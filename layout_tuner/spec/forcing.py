@@ -1,9 +1,10 @@
-"""`LAYOUT_TUNER_FORCE`: candidates that run whatever was measured, for debugging.
+"""`LAYOUT_TUNER_FORCE`: an environment variable that names candidates to run whatever was measured, for debugging.
 
     LAYOUT_TUNER_FORCE="chunk_bwd_dqkwg=full/g=T_CONTIG;chunk_fwd_o=full"
 
-A value names a variant and layouts of some time-axis operands. Layouts it leaves out are the default's; one of an
-operand that a call does not have says nothing. It ranks below pinned and above measured decisions.
+For each op it names a variant and the layouts of any time-axis operands. The other operands keep the layouts of the
+default. A layout is ignored in calls that do not have its operand. A forced candidate ranks below pinned decisions and
+above measured ones.
 """
 
 from __future__ import annotations
@@ -22,18 +23,26 @@ NAME = "LAYOUT_TUNER_FORCE"
 
 @dataclass(frozen=True, kw_only=True)
 class Forced:
-    """What an op is to run.
+    """The candidate that an op is to run.
 
     Attributes:
-        variant: The kernel variant.
-        layouts: Layouts by operand.
+        variant: Its kernel variant.
+        layouts: Layouts by operand, of the operands that are named.
     """
 
     variant: str
     layouts: Mapping[str, Layout]
 
     def of(self, candidates: Sequence[Candidate], default: Candidate) -> Candidate | None:
-        """The candidate that is meant, the nearest to the default; None where a key has none such."""
+        """The candidate that is forced: of those that match, the one that differs from the default in fewest layouts.
+
+        Args:
+            candidates: The candidates of a key.
+            default: Its default.
+
+        Returns:
+            None where no candidate has the variant and the layouts.
+        """
         fitting = [
             candidate
             for candidate in candidates
@@ -54,10 +63,10 @@ def plan(candidate: Candidate) -> dict[str, Layout]:
 
 
 def parse(text: str) -> dict[str, Forced]:
-    """What a value of the variable forces, by op.
+    """The candidates that a value of the variable forces, by op.
 
     Raises:
-        ConfigError: Something in it is unknown; one message names all of it, and what is known.
+        ConfigError: A part of it is wrong. One message names every such part, and the ops or candidates there are.
     """
     forced: dict[str, Forced] = {}
     faults = []
@@ -77,12 +86,12 @@ def parse(text: str) -> dict[str, Forced]:
             faults.append(f"{part!r}: {', '.join(twice)} stands twice")
         else:
             known = candidates_of(registry.lookup(op))
-            found = parse_candidate(candidate)
-            if found is None or not any(found.of([each], each) is each and named(found, each) for each in known):
+            wanted = parse_candidate(candidate)
+            if wanted is None or not any(wanted.of([each], each) is each and named(wanted, each) for each in known):
                 ids = ", ".join(dict.fromkeys(each.id for each in known))
                 faults.append(f"{part!r}: {op} has no candidate {candidate!r} (it has {ids})")
             else:
-                forced[op] = found
+                forced[op] = wanted
     if faults:
         raise ConfigError(f"{NAME}: " + "; ".join(faults))
     return forced
@@ -95,7 +104,7 @@ def repeated(candidate: str) -> list[str]:
 
 
 def parse_candidate(text: str) -> Forced | None:
-    """`variant` or `variant/operand=LAYOUT,...`; None where it is neither."""
+    """A candidate from `variant` or `variant/operand=LAYOUT,...`; None for a text of another form."""
     variant, _, rest = text.partition("/")
     layouts = {}
     for part in filter(None, rest.split(",")):
@@ -107,7 +116,7 @@ def parse_candidate(text: str) -> Forced | None:
 
 
 def named(forced: Forced, candidate: Candidate) -> bool:
-    """Whether a candidate has every operand that is named."""
+    """Whether a candidate has a layout for every operand that is named."""
     return forced.layouts.keys() <= plan(candidate).keys()
 
 
@@ -115,10 +124,15 @@ def candidates_of(spec: OpSpec) -> list[Candidate]:
     """Every candidate that an op has for some form."""
     sizes = {"B": 1, "T": 2, "H": 1, "HV": 2, "K": 16, "V": 16}
     keys = [spec.key_for(sizes, dtype="bfloat16", form=form) for form in spec.every_form]
-    return list(dict.fromkeys(candidate for key in keys for candidate in spec.candidates(key)))
+    return list(dict.fromkeys(candidate for key in keys for candidate in spec.candidates(key, buffers=True)))
 
 
-def choice(forced: Mapping[str, Forced], spec: OpSpec, key: Key, default: Candidate) -> Candidate | None:
-    """What is forced for a key; None where nothing is, or nothing that the key has."""
+def choice(
+    forced: Mapping[str, Forced], spec: OpSpec, key: Key, default: Candidate, *, buffers: bool = False
+) -> Candidate | None:
+    """The candidate forced for a key; None where none is forced for its op, or where the key has no such candidate.
+
+    `buffers` is `Chip.buffers` of the device that it is for.
+    """
     wanted = forced.get(spec.name)
-    return None if wanted is None else wanted.of(spec.candidates(key), default)
+    return None if wanted is None else wanted.of(spec.candidates(key, buffers=buffers), default)

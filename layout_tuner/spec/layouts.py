@@ -76,18 +76,18 @@ def arrival(tensor: torch.Tensor) -> Layout:
     return Layout.OTHER
 
 
-def as_read(found: Layout) -> Layout:
-    """The layout in which a kernel that reads either takes an operand: as it is, rows where it is neither."""
-    return Layout.T_CONTIG if found is Layout.T_CONTIG else Layout.STRIDE_HV
+def as_read(arrives: Layout) -> Layout:
+    """The layout in which a kernel that reads both takes an operand: its own; OTHER is copied to STRIDE_HV."""
+    return Layout.T_CONTIG if arrives is Layout.T_CONTIG else Layout.STRIDE_HV
 
 
 def must_move(tensor: torch.Tensor, wanted: Layout) -> bool:
     """Whether a time-axis tensor has to be copied to lie in the wanted layout."""
     _, T, HV, *_ = tensor.shape
-    found = arrival(tensor)
-    if found is Layout.STRIDE_HV and (HV == 1 or T == 1):
+    present = arrival(tensor)
+    if present is Layout.STRIDE_HV and (HV == 1 or T == 1):
         return False  # both layouts at once
-    return found is not wanted
+    return present is not wanted
 
 
 def in_layout(tensor: torch.Tensor, wanted: Layout) -> torch.Tensor:

@@ -34,6 +34,8 @@ class Operand:
         dtypes: Accepted dtypes; empty means those of the main tensor.
         must_match: Whether its dtype has to be the main tensor's.
         dims_v_first: Its shape where an option that `turns_states` is set, if another.
+        as_it_lies: Whether its layout is no choice of a plan, though its kernels read either: so few of its rows are
+            read that no copy pays.
         given_with: Options that, all set, bring it, though no caller passes it: the gradient of an output, which
             autograd hands over later. Forms do not name it.
     """
@@ -46,6 +48,7 @@ class Operand:
     dtypes: tuple[str, ...] = DTYPES
     must_match: bool = True
     dims_v_first: str = ""
+    as_it_lies: bool = False
     given_with: tuple[str, ...] = ()
 
     def shape_symbols(self, v_first: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""Chunks of a packed batch: which sequence and which chunk of it each one is.
+"""Lists the chunks of a packed batch: the sequence of each, and its number in that sequence.
 
 The number of chunks sizes outputs and grids, so making these lists reads `cu_seqlens` on the host once. A batch is
 packed once and used by every layer and by the backward, hence the memo by tensor.
@@ -10,18 +10,17 @@ kernels bound what they read from lists, so that such a write costs results and 
 
 from __future__ import annotations
 
-import os
-import threading
 import weakref
 from typing import NamedTuple
 
 import torch
 
 from ..errors import PackingError
+from ..forking import ProcessLock
 
 
 class _Chunks(NamedTuple):
-    """The lists of a packed batch, and the tensor, its version and its values that they were made for."""
+    """The lists of one packed batch, with the tensor, its version and the values they were made from."""
 
     of: weakref.ref[torch.Tensor]
     version: tuple[int, int]
@@ -31,19 +30,9 @@ class _Chunks(NamedTuple):
     last: int
 
 
-_lock = threading.RLock()
+_lock = ProcessLock()
 # By the tensor's identity and chunk size; a buffer that is written to again and again has the newest lists alone.
 _memo: dict[tuple[int, int], _Chunks] = {}
-
-
-def _after_fork() -> None:
-    """Give a child a lock of its own: a thread that is not there any more may have held the parent's."""
-    global _lock
-    _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 def prepare_chunk_indices(
@@ -56,8 +45,8 @@ def prepare_chunk_indices(
 
     Args:
         cu_seqlens: Sequence starts `[N + 1]`, int32 or int64.
-        chunk_size: Tokens of a chunk.
-        cu_seqlens_cpu: The same on the host, where the caller has them: nothing waits for the device then.
+        chunk_size: Tokens in a chunk.
+        cu_seqlens_cpu: The same values on the host; given them, the function does not wait for the device.
         tokens: Length of the batch, where it is known.
 
     Returns:
@@ -79,10 +68,10 @@ def chunks_of(
     tokens: int,
     cu_seqlens_cpu: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The chunks of a packed batch: the caller's, as far as the host can tell that they are right, else made here.
+    """The chunks of a packed batch: the caller's list, checked as far as the host can, or one made here.
 
-    Starts on the host, and starts on a device whose chunks were made here before, are compared with what the caller
-    gave; else nothing waits for the device, and only more chunks than `tokens` can have are refused.
+    The caller's list is compared with one made from starts on the host, or with one made here before. Otherwise, so as
+    not to wait for the device, a list is refused only if it has more chunks than `tokens` allow.
 
     Raises:
         ValueError: Chunks of other sequences or of another chunk size, or starts that `prepare_chunk_indices` refuses.
@@ -114,14 +103,14 @@ def prepare_chunk_offsets(
 
     Args:
         cu_seqlens: Sequence starts `[N + 1]`, int32 or int64.
-        chunk_size: Tokens of a chunk.
+        chunk_size: Tokens in a chunk.
         cu_seqlens_cpu: The same on the host, where the caller has them.
     """
     return _prepared(cu_seqlens, chunk_size, cu_seqlens_cpu)[1]
 
 
 def written(tensor: torch.Tensor) -> object:
-    """Changes whenever a tensor is written to: the values themselves on the host, else what torch counts."""
+    """A value that changes whenever a tensor is written to: its values on the host, else torch's version counter."""
     return tensor.tolist() if _on_host(tensor) else _version(tensor)
 
 
@@ -131,17 +120,17 @@ def _on_host(tensor: torch.Tensor) -> bool:
 
 
 def _version(cu_seqlens: torch.Tensor) -> tuple[int, int]:
-    """Changes whenever torch writes to a tensor or gives it other memory, which a traced one does not have."""
+    """A value that changes whenever torch writes to a tensor or moves it; a traced tensor has no address."""
     address = cu_seqlens.data_ptr() if type(cu_seqlens) is torch.Tensor else 0
     return (0 if cu_seqlens.is_inference() else cu_seqlens._version), address
 
 
 def _known(cu_seqlens: torch.Tensor, chunk_size: int) -> _Chunks | None:
-    """What is remembered of a tensor as it is now."""
-    found = _memo.get((id(cu_seqlens), chunk_size))
-    if found is None or found.of() is not cu_seqlens or found.version != _version(cu_seqlens):
+    """The remembered lists of a tensor; None where there are none for its present version."""
+    chunks = _memo.get((id(cu_seqlens), chunk_size))
+    if chunks is None or chunks.of() is not cu_seqlens or chunks.version != _version(cu_seqlens):
         return None
-    return found
+    return chunks
 
 
 def _remember(
@@ -153,11 +142,11 @@ def _remember(
     offsets: torch.Tensor,
     last: int,
 ) -> None:
-    """Keep lists in place of those of an older version, until the tensor goes."""
+    """Remember lists, in place of those for an older version, as long as the tensor lives."""
     slot = id(cu_seqlens), chunk_size
     with _lock:
-        found = _memo.get(slot)
-        if found is not None and found.of() is cu_seqlens and found.version[0] > version[0]:
+        chunks = _memo.get(slot)
+        if chunks is not None and chunks.of() is cu_seqlens and chunks.version[0] > version[0]:
             return  # another thread was here after the next write
         memo = _memo  # a module's names are gone before its last tensors are
         of = weakref.ref(cu_seqlens, lambda _: memo.pop(slot, None))
@@ -167,7 +156,7 @@ def _remember(
 def _prepared(
     cu_seqlens: torch.Tensor, chunk_size: int, cu_seqlens_cpu: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Both lists and where the last sequence ends, remembered while the tensor lives and torch does not write to it."""
+    """Indices, offsets and the last sequence's end, remembered until the tensor goes or torch writes to it."""
     known = _known(cu_seqlens, chunk_size) if type(chunk_size) is int else None
     if known is not None and cu_seqlens_cpu is None and not _on_host(cu_seqlens):
         return known.indices, known.offsets, known.last  # a hit
@@ -177,6 +166,8 @@ def _prepared(
         for name, x in named.items()
         if not isinstance(x, torch.Tensor)
     ]
+    if isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.is_neg():  # kernels would read the other sign
+        faults.append("cu_seqlens: wanted a plain tensor, got a negative view: call resolve_neg()")
     if type(chunk_size) is not int or chunk_size < 1:
         faults.append(f"chunk_size: wanted a number of at least 1, got {chunk_size!r}")
     if faults:

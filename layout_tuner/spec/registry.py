@@ -26,7 +26,7 @@ def register(spec: OpSpec) -> OpSpec:
 
 
 def declaration_faults(spec: OpSpec) -> list[str]:
-    """What of a declaration nothing could make a key, arguments or addresses of."""
+    """Complaints about a declaration from which no key, no arguments or no addresses could be made."""
     shapes = {operand.name: operand.dims for operand in spec.operands}
     tensors: list[Operand | Output] = [*spec.operands, *spec.outputs]
     faults = []

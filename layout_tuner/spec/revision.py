@@ -1,4 +1,7 @@
-"""The revision of a candidate: a hash of the sources that decide what it runs and how it is launched."""
+"""The revision of a candidate: a hash of the sources that decide what it runs and how it is launched.
+
+A stored decision or failure of another revision says nothing of today's kernels, so the key is tuned again.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +26,25 @@ def source_revision(module: str) -> str:
             that imports in turn, so that another tile or another helper is another revision.
     """
     digest = hashlib.sha256()
-    for file in sorted(sources(module).items()):
-        digest.update(file[1].read_bytes())
+    for name, file in sorted(sources(module).items()):
+        text = file.read_bytes()
+        # Name and length tell where a source ends; otherwise text that moves to the next module would change nothing.
+        digest.update(f"{name} {len(text)}\n".encode())
+        digest.update(text)
     return digest.hexdigest()[:12]
 
 
 def sources(module: str) -> dict[str, Path]:
     """The modules that make a revision, by name, with their files."""
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     left = [module]
     while left:
         name = left.pop()
         file = _file(name)
-        if name not in found and file is not None:
-            found[name] = file
+        if name not in files and file is not None:
+            files[name] = file
             left += [each for each in _imported(file, name) if each.startswith(PACKAGES)]
-    return found
+    return files
 
 
 def _file(name: str) -> Path | None:

@@ -36,7 +36,10 @@ class Shape(BaseModel):
         dtype: Torch's name, or `bf16`, `fp16`, `fp32`.
         varlen: Whether the batch is packed.
         cu_seqlens: Sequence starts of a packed batch; sets T and varlen.
-        forms: Names of an op's standard forms, or form texts; None means all of its standard forms.
+        caller: A library whose calls are meant: `transformers`, `fla`, `megatron`, `vllm`; None means every known one.
+        forms: Names of an op's forms, or form texts; of a caller, its uses (`training`). None means all that is known
+            to be called, or an op's standard forms.
+        model: For whoever reads the file: which model has these sizes, and where they are from.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -51,7 +54,17 @@ class Shape(BaseModel):
     dtype: str
     varlen: Annotated[bool, Field(strict=True)] = False
     cu_seqlens: list[Annotated[int, Field(ge=0, strict=True)]] | None = None
+    caller: str | None = None
     forms: list[str] | None = None
+    model: str | None = None
+
+    @field_validator("caller")
+    @classmethod
+    def _known_caller(cls, caller: str | None) -> str | None:
+        known = callers()
+        if caller is not None and caller not in known:
+            raise ValueError(f"no such caller (there are {', '.join(known)})")
+        return caller
 
     @field_validator("op")
     @classmethod
@@ -72,6 +85,12 @@ class Shape(BaseModel):
     def lengths(self) -> Sequence[int]:
         """Every T of the entry."""
         return self.T if isinstance(self.T, list) else [self.T]
+
+
+def callers() -> list[str]:
+    """The libraries whose calls are known."""
+    every = [name for op in registry.names() for name in registry.lookup(op).callers]
+    return list(dict.fromkeys(name.partition("/")[0] for name in every))
 
 
 def load_shapes(path: str | os.PathLike[str]) -> list[Shape]:
@@ -155,7 +174,7 @@ def check(shape: Shape) -> list[str]:
             faults.append(f"cu_seqlens: ends at {starts[-1]}, past T={shape.T}")
     if shape.forms is not None and not shape.forms:
         faults.append("forms: wanted names of forms, or none of this field for all of them, got an empty list")
-    for form in shape.forms or ():
+    for form in asked_forms(shape):
         complaints = [complaint for spec in specs(shape) if (complaint := form_complaint(spec, form))]
         if len(complaints) == len(specs(shape)):  # without an op, a form is for those that have it
             faults.append(f"forms: {complaints[0] if shape.op else f'no op has a form {form!r}'}")
@@ -165,7 +184,7 @@ def check(shape: Shape) -> list[str]:
 def form_complaint(spec: OpSpec, form: str) -> str:
     """Why an op has no such form; empty where it has."""
     try:
-        spec.form_named(form)
+        spec.forms_named(form)
     except ConfigError as error:
         return str(error)
     return ""
@@ -190,7 +209,7 @@ def keys(shapes: Sequence[Shape], bucket: str) -> tuple[list[tuple[OpSpec, Key]]
     refused: list[str] = []
     for shape in shapes:
         for spec, T in itertools.product(specs(shape), shape.lengths):
-            for form in dict.fromkeys(spec.form_named(name) for name in forms_of(spec, shape)):
+            for form in forms_of(spec, shape):
                 key = bucketed(key_of(spec, shape, T, form), bucket)
                 try:
                     spec.require(key)
@@ -201,11 +220,22 @@ def keys(shapes: Sequence[Shape], bucket: str) -> tuple[list[tuple[OpSpec, Key]]
     return [(spec, key) for key, spec in wanted.items()], refused
 
 
-def forms_of(spec: OpSpec, shape: Shape) -> Sequence[str]:
-    """The forms of an op that an entry asks for: those it names and the op has, else the op's standard ones."""
+def asked_forms(shape: Shape) -> list[str]:
+    """The names and texts of forms that an entry asks for; none where it leaves that to the op."""
+    if shape.caller is None:
+        return shape.forms or []
     if shape.forms is None:
-        return list(spec.forms)
-    return [form for form in shape.forms if not form_complaint(spec, form)]
+        return [shape.caller]
+    return [form if "=" in form else f"{shape.caller}/{form}" for form in shape.forms]
+
+
+def forms_of(spec: OpSpec, shape: Shape) -> Sequence[Form]:
+    """The forms of an op that an entry asks for: those it names and the op has, else what warm-up tunes anyhow."""
+    names = asked_forms(shape)
+    if not names:
+        return spec.warmed_forms
+    named = [spec.forms_named(name) for name in names if not form_complaint(spec, name)]
+    return list(dict.fromkeys(itertools.chain.from_iterable(named)))
 
 
 def key_of(spec: OpSpec, shape: Shape, T: int, form: Form) -> Key:

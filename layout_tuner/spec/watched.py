@@ -1,4 +1,4 @@
-"""Whether torch runs a call as it is, or traces, transforms or watches it: then its tensors may have no memory.
+"""Tells whether torch runs a call as it is, or traces, transforms or watches it: then its tensors may have no memory.
 
 Kernels are handed addresses. Under `FakeTensorMode`, `make_fx`, `vmap`, `jit.trace`, selective checkpointing and the
 like, and for tensors on the `meta` device, torch has to see an operator instead.
@@ -6,7 +6,7 @@ like, and for tensors on the `meta` device, torch has to see an operator instead
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ STAND_INS = frozenset({"FakeTensor", "FunctionalTensor"})
 
 
 class _Kinds(dict[type, bool]):
-    """Which types are plain ones: tensors, subclasses without operators of their own, and what is no tensor at all."""
+    """By type, whether it is plain: a tensor, a subclass without operators of its own, or no tensor at all."""
 
     def __missing__(self, kind: type) -> bool:
         tensor = issubclass(kind, torch.Tensor)
@@ -31,42 +31,78 @@ class _Kinds(dict[type, bool]):
 
 
 def dispatch_of(kind: type) -> object:
-    """What runs the operators of a type of tensors."""
+    """The function that runs the operators of a tensor type."""
     return getattr(kind, "__torch_dispatch__", None)
 
 
 _plain = _Kinds()
 
 
+class _Odd(dict[type, Callable[[Any], bool]]):
+    """How it is asked of something of a type whether kernels may not be handed its address.
+
+    Of tensors that are plain ones, those are negative views, whose memory holds numbers of the other sign.
+    """
+
+    def __missing__(self, kind: type) -> Callable[[Any], bool]:
+        tensor = issubclass(kind, torch.Tensor)
+        self[kind] = torch.Tensor.is_neg if tensor and _plain[kind] else _never if _plain[kind] else _always
+        return self[kind]
+
+
+def _never(_: object) -> bool:
+    return False
+
+
+def _always(_: object) -> bool:
+    return True
+
+
+_odd = _Odd({type(None): bool})
+
+
 def plain(*tensors: object) -> bool:
-    """Whether no tensor among them is of a special type, and torch runs operators as they are called."""
+    """Whether every tensor among them is of a plain type and no negative view, and torch runs operators as called."""
     if _modes() or _jit() or _transforms() is not None:
         return False
-    return False not in [_plain[type(tensor)] for tensor in tensors]
+    return True not in [_odd[type(tensor)](tensor) for tensor in tensors]
+
+
+def any_nested(*tensors: object) -> bool:
+    """Whether a tensor among them is nested: torch's guards end the process where they meet one of strided layout."""
+    return True in [getattr(tensor, "is_nested", False) for tensor in tensors]
+
+
+def settled(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor, or a copy that has in memory what a negative view or torch's zero tensor only stands for."""
+    if tensor is not None and (tensor.is_neg() or tensor._is_zerotensor()):
+        return tensor.clone()
+    return tensor
 
 
 def in_memory(*tensors: object) -> bool:
-    """The same, for tensors that may be nested, sparse or on the `meta` device, which are none of it."""
+    """Whether the tensors are `plain`, and none is nested, sparse, on the `meta` device or otherwise without memory."""
     ordinary = [
-        not isinstance(x, torch.Tensor) or (x.layout is torch.strided and not x.is_nested and not x.is_meta)
+        not isinstance(x, torch.Tensor)
+        or (x.layout is torch.strided and not x.is_nested and not x.is_meta and not x._is_zerotensor())
         for x in tensors
     ]
     return plain(*tensors) and all(ordinary)
 
 
 def is_meta(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is on the `meta` device and stands for none elsewhere."""
+    """Whether a tensor is on the `meta` device, and is not a tracer's stand-in for a tensor on another device."""
     return tensor.is_meta and type(tensor).__name__ not in STAND_INS
 
 
 def faking() -> bool:
-    """Whether a mode is on that runs nothing, so that what is found out under it is true of no device."""
+    """Whether a mode is on under which operators compute nothing, so that nothing may be measured or remembered."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None or bool(_jit())
 
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Within it, torch runs as if nothing were watching."""
+    """Within this context torch runs operators as if no mode and no trace were on."""
     state = torch._C._get_tracing_state() if _jit() else None
     if state is not None:
         torch._C._set_tracing_state(None)  # type: ignore[arg-type,attr-defined]
@@ -79,18 +115,20 @@ def apart() -> Iterator[None]:
 
 
 def faults(named: dict[str, Any]) -> list[str]:
-    """What is wrong with tensors that are not plain ones and stand for none, by name."""
+    """Complaints about the named tensors that are neither plain nor stand-ins for plain ones."""
     if _transforms() is not None:
         return ["vmap, grad and the other transforms of torch.func are not served: make B larger, use torch.autograd"]
-    found = []
+    complaints = []
     for name, x in named.items():
         if not isinstance(x, torch.Tensor):
             continue
         if x.is_nested:
-            found.append(f"{name}: wanted a plain tensor, got a nested one: pass its values with cu_seqlens")
+            complaints.append(f"{name}: wanted a plain tensor, got a nested one: pass its values with cu_seqlens")
         elif x.layout is not torch.strided:
-            found.append(f"{name}: wanted a dense tensor, got layout {x.layout}: call to_dense()")
+            complaints.append(f"{name}: wanted a dense tensor, got layout {x.layout}: call to_dense()")
         elif not _plain[type(x)] and type(x).__name__ not in STAND_INS:
             hint = ": call to_local()" if hasattr(x, "to_local") else ""
-            found.append(f"{name}: wanted a plain tensor, got a {type(x).__name__}{hint}")
-    return found
+            complaints.append(f"{name}: wanted a plain tensor, got a {type(x).__name__}{hint}")
+        elif x._is_zerotensor():
+            complaints.append(f"{name}: wanted a tensor with memory, got torch's zero tensor: call clone()")
+    return complaints

@@ -1,7 +1,8 @@
 """Compile a key's kernels in parallel processes, into Triton's cache on the disk, before anything runs.
 
 What a candidate launches is recorded on tensors without values, as `ascend` does, and each kernel that differs is
-compiled as its first launch would. Whatever goes wrong here goes wrong again, with its blame, where it is launched.
+compiled as its first launch would. A kernel that fails to compile here fails again at its launch, where the error is
+blamed on its candidate.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from ..device import driver
 from ..launch import launcher
 from ..launch.direct import Constant
 from ..launch.prepared import Prepared
+from ..processes import die_with_parent
 from ..spec.declaration import Candidate, OpSpec, Problem
 from .inputs import synthesize
-from .isolation import die_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class Unit:
     Attributes:
         module, name: Where it is.
         arguments: Run-time arguments in its order, a dtype for a tensor.
-        constants: Compile-time constants.
+        constants: Compile-time constants, and options of the compiler.
     """
 
     module: str
@@ -47,7 +48,7 @@ class Unit:
 
 
 def processes() -> int:
-    """Compilers at a time: half of the cores that this process may use, at most `MOST_PROCESSES`."""
+    """How many compilers run at a time: half of the cores that this process may use, at most `MOST_PROCESSES`."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MOST_PROCESSES, cores // 2))
 
@@ -56,7 +57,7 @@ def units(spec: OpSpec, problem: Problem, candidates: Iterable[Candidate]) -> li
     """Every kernel that candidates launch, each once."""
     call = synthesize(spec, problem.key, "meta")
     arguments = (call.tensors, call.scalars, call.cu_seqlens, call.chunk_indices)
-    found: dict[str, Unit] = {}
+    units: dict[str, Unit] = {}
     for candidate in candidates:
         try:
             with launcher.recording() as records:
@@ -66,23 +67,23 @@ def units(spec: OpSpec, problem: Problem, candidates: Iterable[Candidate]) -> li
         for record in records:
             if type(record.kernel).__name__ == "JITFunction":
                 unit = unit_of(record)
-                found.setdefault(repr(unit), unit)
-    return list(found.values())
+                units.setdefault(repr(unit), unit)
+    return list(units.values())
 
 
 def unit_of(record: launcher.LaunchRecord) -> Unit:
-    """What to compile for a launch."""
+    """The kernel to compile for a launch."""
     function = record.kernel.fn
     return Unit(
         module=function.__module__,
         name=function.__name__,
         arguments=tuple(x.dtype if isinstance(x, torch.Tensor) else x for x in record.arguments),
-        constants=tuple(record.constants.items()),
+        constants=(*record.constants.items(), *record.options.items()),
     )
 
 
 def begin(parent: int) -> None:
-    """A process that compiles gives way to those that somebody waits for, and ends with the one that started it."""
+    """Prepare a compiling process: it runs at low priority and ends with the process that started it."""
     die_with_parent(parent)
     os.nice(10)
 
@@ -94,8 +95,8 @@ def compile_unit(unit: Unit, device: str) -> None:
         kernel.warmup(*unit.arguments, grid=(1,), **dict(unit.constants))
 
 
-def compile_ahead(wanted: list[Unit], device: torch.device, seconds: float, announce: Callable[[float], None]) -> None:
-    """Compile kernels in processes of their own.
+def compile_ahead(wanted: list[Unit], device: torch.device, seconds: float, announce: Callable[[float], None]) -> int:
+    """Compile kernels in processes of their own, and say how many are ready.
 
     Args:
         wanted: The kernels.
@@ -104,7 +105,7 @@ def compile_ahead(wanted: list[Unit], device: torch.device, seconds: float, anno
         announce: Is told how long that may take.
     """
     if len(wanted) < 2:
-        return
+        return 0
     announce(seconds)
     pool = concurrent.futures.ProcessPoolExecutor(
         min(processes(), len(wanted)),
@@ -118,4 +119,6 @@ def compile_ahead(wanted: list[Unit], device: torch.device, seconds: float, anno
     errors = [error for future in done if (error := future.exception()) is not None]
     for error in errors:
         log.info("not compiled ahead: %s: %s", type(error).__name__, error)
-    log.info("%d kernels compiled ahead, %d not", len(wanted) - len(errors) - len(late), len(errors) + len(late))
+    ready = len(wanted) - len(errors) - len(late)
+    log.info("%d kernels compiled ahead, %d not", ready, len(wanted) - ready)
+    return ready

@@ -1,8 +1,8 @@
-"""A candidate's results against the oracle's, within a bound of memory, and against other candidates' bit by bit.
+"""Compares a candidate's results with the oracle's, within a bound of memory, and with other candidates' bit by bit.
 
 A problem whose oracle would take more memory than it may is cut: the oracle sees some batch rows and some groups of
 heads, the first and the last among them, whose addresses are the farthest. What it does not see is compared with the
-results of a candidate that was found right. Every element, seen or not, has to be finite: results are written to memory
+results of a candidate that is right. Every element, seen or not, has to be finite: results are written to memory
 that was NaN before.
 
 Two layouts of one variant have to give the same bits, as a layout changes addresses and never arithmetic.
@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..device import driver
 from ..spec.declaration import Candidate, OpSpec
 from ..spec.keys import Key
 from ..spec.operands import Call, Output, Outputs, dtype_name
@@ -28,7 +29,7 @@ WHOLE = ("B", "N")
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What the oracle sees of a problem.
+    """The part of a problem that the oracle sees.
 
     Attributes:
         rows: Batch rows; None for all of them.
@@ -42,7 +43,7 @@ class Part:
 
     @property
     def whole(self) -> bool:
-        """Whether nothing is left out."""
+        """Whether the part is the whole problem."""
         return self.rows is None and self.groups is None
 
     def of(self, tensor: torch.Tensor, symbols: Sequence[str], packed: bool) -> torch.Tensor:
@@ -61,7 +62,7 @@ class Part:
 
 
 def part_of(spec: OpSpec, key: Key, limit: int) -> Part:
-    """As much of a problem as the oracle can see within `limit` bytes, at least one group of one row.
+    """The largest part of a problem that the oracle can see within `limit` bytes; at least one group of one row.
 
     A result that is summed over the batch, as a parameter's gradient, needs every row.
     """
@@ -81,7 +82,7 @@ def part_of(spec: OpSpec, key: Key, limit: int) -> Part:
 
 
 def spread(n: int, some: int) -> tuple[int, ...] | None:
-    """Some of n numbers, evenly, the last always and the first where there are two; None for all."""
+    """`count` numbers below n, evenly spread, the last always among them, the first if there are two; None for all."""
     if some >= n:
         return None
     if some == 1:
@@ -107,9 +108,14 @@ class Checker:
         self.default: tuple[str, Outputs] | None = None
         self.variant: tuple[Candidate, Outputs] | None = None
 
+    @property
+    def device(self) -> torch.device:
+        """Where the arguments are."""
+        return next(tensor.device for tensor in self.call.tensors if tensor is not None)
+
     @functools.cached_property
     def seen(self) -> Call:
-        """What the oracle sees of the arguments."""
+        """The part of the arguments that the oracle sees."""
         if self.part.whole:
             return self.call
         v_first = any(
@@ -124,7 +130,8 @@ class Checker:
     @functools.cached_property
     def wanted(self) -> Outputs:
         """The oracle's results for what it sees."""
-        return as_tuple(self.spec.reference(**self.spec.arguments(self.seen)))
+        with driver.exact_products(self.device):
+            return as_tuple(self.spec.reference(**self.spec.arguments(self.seen)))
 
     @functools.cached_property
     def term_rms(self) -> Mapping[str, float]:
@@ -132,7 +139,8 @@ class Checker:
         if self.spec.term_rms is None:
             return {}
         wanted = {output.name: tensor for output, tensor in zip(self.spec.outputs, self.wanted, strict=True)}
-        found = self.spec.term_rms(wanted, **self.spec.arguments(self.seen))
+        with driver.exact_products(self.device):
+            found = self.spec.term_rms(wanted, **self.spec.arguments(self.seen))
         return {name: float(value) for name, value in found.items()}
 
     def compare(self, candidate: Candidate, got: Outputs, *, default: bool) -> Check:
@@ -173,31 +181,32 @@ class Checker:
                 return Check(error=math.inf, limit=0.0, output=output.name)
             if tensor is None or wanted is None:
                 continue
-            found = tensor
+            seen = tensor
             if not self.part.whole:
                 if not numerics.finite(tensor):
                     return Check(error=math.inf, limit=self.limit_of(output, tensor), output=output.name)
-                found = self.part.of(tensor, self.spec.shape_of(output), self.key.varlen)
-            error = numerics.error(found, wanted, self.term_rms.get(output.name, 0.0))
+                seen = self.part.of(tensor, self.spec.shape_of(output), self.key.varlen)
+            error = numerics.error(seen, wanted, self.term_rms.get(output.name, 0.0))
             worst = worse(worst, Check(error=error, limit=self.limit_of(output, tensor), output=output.name))
         return worst
 
     def against(self, got: Outputs, right: Outputs, check: Check) -> Check:
-        """The check, or a worse one: each of two right results may be its tolerance away from the truth."""
+        """The check, or a worse one of the elements that the oracle does not see, by a right candidate's results.
+
+        Each of two right results may be its tolerance away from the truth, so twice that is allowed.
+        """
         for output, tensor, other in zip(self.spec.outputs, got, right, strict=True):
             if tensor is None or other is None:
                 continue
             error = numerics.disagreement(tensor, other, self.term_rms.get(output.name, 0.0))
-            found = Check(
-                error=error, limit=2 * self.limit_of(output, tensor), output=f"{output.name} beyond the oracle"
-            )
-            if not found.right:
-                return found
-            check = worse(check, replace(found, output=output.name))
+            own = Check(error=error, limit=2 * self.limit_of(output, tensor), output=f"{output.name} beyond the oracle")
+            if not own.right:
+                return own
+            check = worse(check, replace(own, output=output.name))
         return check
 
     def bits(self, candidate: Candidate, got: Outputs, check: Check) -> Check:
-        """The check with what the bits say."""
+        """The check, with `exact` and `differs` filled in."""
         exact = None
         if self.default is not None:
             exact = self.differing(got, self.default[1]) is None
@@ -209,7 +218,7 @@ class Checker:
         return replace(check, exact=exact)
 
     def broken(self, got: Outputs, other: str, right: Outputs, check: Check) -> Check:
-        """The check of a layout that changes bits."""
+        """The check with the output named in which a layout changes bits."""
         name = self.differing(got, right)
         return replace(check, exact=False, differs=f"{name}: not the bits of {other}, though only the layout differs")
 
@@ -229,7 +238,7 @@ class Checker:
 
 
 def worse(one: Check, other: Check) -> Check:
-    """Whichever is nearer to its limit, or farther beyond it."""
+    """Whichever check is nearer to its limit, or farther beyond it."""
     return other if other.error / other.limit >= one.error / one.limit else one
 
 

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from ..forking import renewed_in_child
+
 R = TypeVar("R")
 
 GRACE_S = 1.0
@@ -23,7 +25,7 @@ class Abandoned(BaseException):
 
 
 class _Family(threading.local):
-    """The thread on whose behalf this one works; itself, where on nobody's."""
+    """The thread for which this one works; a thread that works for no other is its own."""
 
     def __init__(self) -> None:
         self.head = threading.get_ident()
@@ -33,12 +35,22 @@ _family = _Family()
 
 
 class FamilyLock:
-    """A re-entrant lock that a thread shares with those that work for it while it waits for them."""
+    """A re-entrant lock that a thread shares with those that work for it while it waits for them.
+
+    A child process finds it free, unless the thread that forked holds it or works for the one that does.
+    """
 
     def __init__(self) -> None:
         self._free = threading.Condition(threading.Lock())
         self._head: int | None = None
         self._depth = 0
+        renewed_in_child(self)
+
+    def renew(self) -> None:
+        """Frees the lock, in a child, from threads that are not there any more."""
+        self._free = threading.Condition(threading.Lock())
+        if self._head != _family.head:
+            self._head, self._depth = None, 0
 
     def __enter__(self) -> None:
         with self._free:
@@ -55,7 +67,7 @@ class FamilyLock:
 
 
 class _Job(Generic[R]):
-    """A call and what became of it."""
+    """A call, and its result or error."""
 
     def __init__(self, function: Callable[[], R]) -> None:
         self.head = _family.head

@@ -7,32 +7,29 @@ parent's queue is never used. `beside` does that while calls go on, one key of a
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import ctypes
-import json
 import logging
 import os
 import queue
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Pipe
 from typing import Literal
 
 import torch
 
+from .. import processes
 from ..config import Config
 from ..device import driver, interpreter
 from ..device.environment import environment
 from ..device.failures import Failure
-from ..errors import DeviceLostError, TuningError, UnsupportedProblemError
+from ..errors import DeviceLostError, NoRightCandidateError, TuningError, UnsupportedProblemError
+from ..forking import ProcessLock, in_child
 from ..spec.declaration import OpSpec
 from ..spec.keys import Key
 from .tuner import Measurement, Outcome
@@ -43,11 +40,6 @@ log = logging.getLogger(__name__)
 START_S = 300.0
 # What a child may take beyond the limits that it keeps itself.
 GRACE_S = 60.0
-BOOT = (
-    "import json, os, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "os.environ.update(json.loads(sys.argv[2])); from layout_tuner.child import main; main(*map(int, sys.argv[3:]))"
-)
-PR_SET_PDEATHSIG = 1
 # Signals that no candidate raises: somebody, or the system, ended the child.
 FROM_OUTSIDE = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
 
@@ -64,6 +56,7 @@ class Request:
         config: Settings.
         known: What is known of candidates, by id and revision: they are not tried.
         budget_s: Seconds for checking and timing.
+        only: Id of the one candidate to check, without timing anything; empty to tune.
     """
 
     key: Key
@@ -73,6 +66,7 @@ class Request:
     config: Config
     known: Mapping[tuple[str, str], Measurement]
     budget_s: float
+    only: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +79,7 @@ class Answer:
         text: What that says.
         candidate: The candidate that lost the device.
         failure: Class of its failure.
+        measurements: What was found of candidates of which none is right.
     """
 
     outcome: Outcome | None = None
@@ -92,6 +87,7 @@ class Answer:
     text: str = ""
     candidate: str = ""
     failure: Literal["crash", "timeout"] = "crash"
+    measurements: tuple[Measurement, ...] = ()
 
 
 def tune_isolated(
@@ -101,6 +97,7 @@ def tune_isolated(
     config: Config,
     known: Mapping[tuple[str, str], Measurement],
     budget_s: float,
+    only: str = "",
 ) -> Outcome:
     """Tune a key in children of this process, one after the other where a candidate takes one with it.
 
@@ -111,13 +108,16 @@ def tune_isolated(
         config: Settings.
         known: What is known of candidates, by id and revision.
         budget_s: Seconds that a child has for checking and timing, beyond compiling.
+        only: Id of the one candidate to check, without timing anything; empty to tune.
 
     Raises:
         DeviceLostError: The device answers no child, or no child can be blamed on a candidate.
-        TuningError: No candidate is right, or no child can be started.
+        NoRightCandidateError: No candidate is right.
+        TuningError: No child can be started.
     """
     known = dict(known)
-    revisions = {candidate.id: candidate.revision for candidate in spec.candidates(key)}
+    candidates = spec.candidates(key, buffers=driver.chip(device).buffers)
+    revisions = {candidate.id: candidate.revision for candidate in candidates}
     while True:
         request = Request(
             key=key,
@@ -127,12 +127,13 @@ def tune_isolated(
             config=config,
             known=dict(known),
             budget_s=budget_s,
+            only=only,
         )
         answer = ask(request, list(revisions))
         if answer.outcome is not None:
-            for found in answer.outcome.measurements:
-                if found.state in ("failed", "wrong") and (found.id, found.revision) not in known:
-                    log.warning("candidate %s is %s: %s", found.id, found.state, found.reason)
+            for measurement in answer.outcome.measurements:
+                if measurement.state in ("failed", "wrong") and (measurement.id, measurement.revision) not in known:
+                    log.warning("candidate %s is %s: %s", measurement.id, measurement.state, measurement.reason)
             return answer.outcome
         place = (answer.candidate, revisions.get(answer.candidate, ""))
         if answer.error == DeviceLostError.__name__ and place[1] and place not in known:
@@ -143,18 +144,18 @@ def tune_isolated(
             raise DeviceLostError(answer.text)
         if answer.error == UnsupportedProblemError.__name__:
             raise UnsupportedProblemError(spec.name, [answer.text.removeprefix(f"{spec.name}: ")])
+        if answer.measurements:
+            raise NoRightCandidateError(answer.text, answer.measurements)
         raise TuningError(answer.text)
 
 
 def failed(candidate: str, revision: str, failure: Failure, reason: str) -> Measurement:
-    """What is known of a candidate that took its process with it."""
+    """The measurement of a candidate that took its process with it."""
     now = datetime.now(UTC)
     return Measurement(id=candidate, revision=revision, state="failed", failure=failure, reason=reason, measured_at=now)
 
 
 # -- one child -------------------------------------------------------------------------------------------------
-
-_children: set[subprocess.Popen[bytes]] = set()
 
 
 def ask(request: Request, candidates: list[str]) -> Answer:
@@ -165,13 +166,14 @@ def ask(request: Request, candidates: list[str]) -> Answer:
         doing = stack.enter_context(tempfile.TemporaryFile())
         said = stack.enter_context(tempfile.TemporaryFile())
         try:
-            child = start(its, doing.fileno(), said.fileno())
+            # It runs kernels as this process does.
+            variables = {"TRITON_INTERPRET": "1" if interpreter.interpreting() else "0"}
+            child = processes.start("child", (its.fileno(), doing.fileno()), said.fileno(), variables)
         except OSError as error:
             return Answer(error=TuningError.__name__, text=f"no process to tune in: {error}")
         finally:
             its.close()
-        _children.add(child)
-        stack.callback(end, child)
+        stack.callback(processes.end, child)
         limit_s = START_S
         try:
             mine.send(request)
@@ -182,12 +184,11 @@ def ask(request: Request, candidates: list[str]) -> Answer:
                 limit_s = heard + GRACE_S  # what it is about to do takes at most so long
             how, failure = "did not end in its time and was ended", "timeout"
         except (EOFError, OSError):
-            how, failure = ended(child), "crash"
+            how, failure = processes.ended(child), "crash"
             if child.returncode is not None and -child.returncode in FROM_OUTSIDE:
                 return Answer(error=TuningError.__name__, text=f"the process that tunes {how}")
-        said.seek(0)
-        last = said.read()[-2000:].decode(errors="replace").strip().splitlines()[-1:]
-        text = f"the process that tried it {how}" + "".join(f": {line}" for line in last)
+        last = processes.last_line(said)
+        text = f"the process that tried it {how}" + (f": {last}" if last else "")
         index = os.pread(doing.fileno(), 32, 0).strip()
         if not index:
             return Answer(error=TuningError.__name__, text=f"{text} before it tried a candidate")
@@ -200,67 +201,16 @@ def ask(request: Request, candidates: list[str]) -> Answer:
         )
 
 
-def start(channel: Connection, doing: int, said: int) -> subprocess.Popen[bytes]:
-    """A child with this process's modules, variables, working directory and compilers' caches."""
-    if not sys.executable:
-        raise OSError("this program does not say which Python runs it")
-    variables = {"TRITON_INTERPRET": "1" if interpreter.interpreting() else "0"}
-    path = [entry for entry in sys.path if isinstance(entry, str)]
-    numbers = [str(number) for number in (channel.fileno(), doing, os.getpid())]
-    return subprocess.Popen(
-        [sys.executable, "-c", BOOT, json.dumps(path), json.dumps(variables), *numbers],
-        stdin=subprocess.DEVNULL,
-        stdout=said,
-        stderr=said,
-        pass_fds=(channel.fileno(), doing),
-        start_new_session=True,  # Ctrl-C is for this process, which ends the child
-    )
-
-
-def end(child: subprocess.Popen[bytes]) -> None:
-    """Kill a child, wherever it hangs."""
-    child.kill()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        child.wait(10.0)
-    _children.discard(child)
-
-
-def ended(child: subprocess.Popen[bytes]) -> str:
-    """How a child ended that said nothing more."""
-    try:
-        status = child.wait(10.0)
-    except subprocess.TimeoutExpired:
-        return "fell silent"
-    if status < 0:
-        with contextlib.suppress(ValueError):
-            return f"was ended by {signal.Signals(-status).name}"
-    return f"ended with status {status}"
-
-
-def die_with_parent(parent: int) -> None:
-    """Let this process be killed when the one that started it ends, and end it now where that is gone already."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-@atexit.register
-def _end_all() -> None:
-    for child in list(_children):
-        child.kill()
-
-
 # -- beside the calls ------------------------------------------------------------------------------------------
 
 Job = Callable[[], None]
 
-_lock = threading.Lock()
+_lock = ProcessLock()
 _waiting: dict[torch.device, queue.SimpleQueue[Job]] = {}
 
 
 def beside(device: torch.device, job: Job) -> None:
-    """Do something while calls go on, after what was asked for that device before."""
+    """Queue work for a device; it runs in a thread while calls go on, after earlier work for that device."""
     with _lock:
         jobs = _waiting.get(device)
         if jobs is not None:
@@ -272,7 +222,7 @@ def beside(device: torch.device, job: Job) -> None:
 
 
 def work(device: torch.device, jobs: queue.SimpleQueue[Job]) -> None:
-    """Do what is asked, until there is nothing."""
+    """Run the queued work until there is none left."""
     while True:
         with _lock:
             if jobs.empty():
@@ -285,7 +235,7 @@ def work(device: torch.device, jobs: queue.SimpleQueue[Job]) -> None:
 
 
 def idle(seconds: float) -> bool:
-    """Wait until nothing is tuned beside the calls, and say whether that came within so many seconds."""
+    """Wait until no queued work runs; say whether that came within `seconds`."""
     give_up = time.monotonic() + seconds
     while _waiting:
         if time.monotonic() > give_up:
@@ -294,13 +244,7 @@ def idle(seconds: float) -> bool:
     return True
 
 
-def _after_fork() -> None:
-    """A child has none of the threads and none of the processes."""
-    global _lock
-    _lock = threading.Lock()
+@in_child
+def _forget() -> None:
+    """A forked child has none of its parent's threads."""
     _waiting.clear()
-    _children.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

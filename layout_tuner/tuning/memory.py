@@ -1,9 +1,9 @@
-"""How much device memory tuning a key takes, before any of it is allocated.
+"""Computes how much device memory tuning a key takes, before any of it is allocated.
 
-Bound of a tuning, above what the process holds already: the arguments, three times the results (the default's, those
-of another variant's first layout, and the candidate's own, which are compared), what an op made of others keeps in
-between, the oracle's share (`[measure] oracle_mib`, which chooses how much of the problem it sees), and the timer's
-scratch buffer.
+Bound of a tuning, above what the process holds already: the arguments, four times the results (the default's, those
+of another variant's first layout, the candidate's own and those of its next run, which are compared), what an op made
+of others keeps in between, the oracle's share (`[measure] oracle_mib`, which chooses how much of the problem it sees),
+and the timer's scratch buffer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .numerics import PIECE
 MIB = 1 << 20
 MARGIN = 1.2
 # Results that are kept or compared at a time, and what comparing a piece of them in fp32 takes.
-KEPT = 3
+KEPT = 4
 PIECES_BYTES = 4 * 4 * PIECE
 # The oracle computes in fp32, with copies by chunk: bytes for each element it reads or returns, heads repeated.
 ORACLE_BYTES = 20
@@ -54,19 +54,19 @@ def counts(spec: OpSpec, key: Key) -> tuple[int, int]:
 
 
 def returned(spec: OpSpec, key: Key) -> list[Output]:
-    """The results that a key has; of those that depend on more than an operand, all."""
+    """The outputs that a call of this key returns; all of those that no operand or flag of the key leaves out."""
     form = key.form
     gradients = {f"d{operand.name}": operand for operand in spec.operands}
     asked = spec.gradient_option
     no_gradients = asked is not None and not form.flag(asked.label)
-    found = []
+    outputs = []
     for output in spec.outputs:
         of = gradients.get(output.name)
         absent = of is not None and not given(of, form)
         if (output.needs and output.needs not in form) or absent or (of and no_gradients):
             continue
-        found.append(output)
-    return found
+        outputs.append(output)
+    return outputs
 
 
 def oracle_bytes(spec: OpSpec, key: Key) -> int:

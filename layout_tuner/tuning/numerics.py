@@ -1,9 +1,9 @@
 """How far a result is from the oracle, and how far it may be.
 
-The measure is the root mean square of the difference over the root mean square of the reference, or, where a
-result is a difference of sums and may cancel, of the terms that were summed if that is larger. An op says how large its
-terms are, with the reason beside it; what does not cancel has none. Where the reference
-is zero throughout, the result must be zero. A NaN or an infinity that the reference lacks is an infinite error.
+The error is the root mean square of the difference over that of the oracle's result. Where a result is a difference of
+sums, which may cancel, the root mean square of the summed terms takes its place if it is larger; the op says how large
+its terms are. Where the oracle's result is zero throughout, the result must be zero. A NaN or an infinity that the
+oracle's result lacks is an infinite error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def error(got: torch.Tensor, wanted: torch.Tensor, term_rms: float = 0.0) -> flo
 
     Args:
         got: The result, any dtype and strides.
-        wanted: The reference, same shape.
+        wanted: The oracle's result, same shape.
         term_rms: Root mean square of the terms summed into it, where they may cancel.
 
     Returns:

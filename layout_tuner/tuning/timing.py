@@ -1,4 +1,4 @@
-"""Timing: interleaved rounds of callables on a device, and what can be said of the samples.
+"""Times callables on a device in interleaved rounds, and computes medians and intervals of the samples.
 
 Rounds time every callable once, in rotating order, so that what one leaves behind (cache contents, clock speed, heat)
 falls on all of them alike. Comparisons are paired within rounds; an interval is one of order statistics, which assumes
@@ -40,7 +40,7 @@ class Timer(Protocol):
         ...
 
     def settled(self, seconds: float) -> bool:
-        """Whether the device does all that it was given within so many seconds, and still answers."""
+        """Whether the device finishes all its work within `seconds` and then answers."""
         ...
 
 
@@ -60,7 +60,7 @@ class RunError(Exception):
 
 @contextmanager
 def blamed(place: int) -> Iterator[None]:
-    """Within it, an error belongs to the callable of that place."""
+    """Within this context, an error is blamed on the callable of that place."""
     try:
         yield
     except Exception as error:
@@ -81,12 +81,12 @@ class HostTimer:
         return samples
 
     def settled(self, seconds: float) -> bool:
-        """True: what runs on the host is done when it returns."""
+        """True: work on the host is done when it returns."""
         return True
 
 
 def scratch_bytes(device: torch.device) -> int:
-    """Memory of an `EventTimer`: what empties the second-level cache for certain."""
+    """Bytes of an `EventTimer`'s scratch buffer: enough to empty the second-level cache."""
     return 2 * driver.cache_bytes(device)
 
 
@@ -132,7 +132,7 @@ class EventTimer:
         return start.elapsed_time(end) * 1e3 / len(queueing), min(queueing)
 
     def _holds(self, run: Run) -> int:
-        """Fills that outlast the host's queueing of a callable, twice over."""
+        """How many fills take twice as long as the host takes to queue a callable."""
         start = time.perf_counter()
         run()
         queueing_us = (time.perf_counter() - start) * 1e6
@@ -142,10 +142,10 @@ class EventTimer:
         return 1 if self.most_holds == 1 else min(self.most_holds, 1 + math.ceil(2.5 * queueing_us / self.gain_us))
 
     def _wait(self, start: driver.Event, end: driver.Event) -> None:
-        """Ask for the events until they have come: a wait for them could not be given up.
+        """Poll events until they are complete: a blocking wait could not be given up.
 
-        The error of a queue that stopped is told to whoever queues something next, and events say nothing of it: what
-        takes long is asked about so.
+        A stream that stopped reports its error only to the next call that queues work, not through its events; so after
+        a while such a call is made.
         """
         now = time.monotonic()
         give_up, ask_at = now + self.patience_s, now + ASK_S

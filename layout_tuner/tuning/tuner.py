@@ -15,7 +15,7 @@ from typing import Literal
 
 from ..config import Measure, Tuning
 from ..device.failures import Failure, classify, fatal, first_line
-from ..errors import DeviceLostError, TuningError
+from ..errors import DeviceLostError, NoRightCandidateError, TuningError
 from .deadline import left_behind, run_within
 from .timing import Interval, Rounds, Run, Timer, time_rounds
 
@@ -39,7 +39,7 @@ class Check:
         limit: What is allowed for that output.
         output: The output it was seen in.
         exact: Whether every bit is the default's; None where that is not known.
-        differs: What differs from another layout of the same variant, whose bits it should have; empty for nothing.
+        differs: The output whose bits differ from another layout of the same variant; empty where none does.
     """
 
     error: float
@@ -73,7 +73,7 @@ class Runs:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What was found of one candidate. Times are medians in microseconds, None where not taken.
+    """The result of checking and timing one candidate. Times are medians in microseconds, None where not taken.
 
     Attributes:
         id, revision: Which candidate.
@@ -85,7 +85,8 @@ class Measurement:
         end_to_end_us, kernel_us, relayout_us: The whole op; its kernels alone; its copies alone.
         gain: Fraction of the default's time that it saves, with its 95 % interval; None for the default itself.
         samples: End-to-end samples.
-        measured_at: When that was found, for what was found before this tuning.
+        binary: Digest of what it was compiled to, where that may be another in the next process.
+        measured_at: When it was measured, if that was before this tuning.
     """
 
     id: str
@@ -99,6 +100,7 @@ class Measurement:
     relayout_us: float | None = None
     gain: Interval | None = None
     samples: tuple[float, ...] = ()
+    binary: str = ""
     measured_at: datetime | None = None
 
 
@@ -110,18 +112,20 @@ class Trial:
         id: Its text id.
         revision: Its revision.
         prepare: Compiles it and makes its arguments; may raise.
-        known: What was found of it before, where that is still believed: it is not tried again.
+        known: Its earlier measurement, where that is still believed: the candidate is not tried again.
+        binary: Says what it was compiled to, once it has run.
     """
 
     id: str
     revision: str
     prepare: Callable[[], Runs]
     known: Measurement | None = None
+    binary: Callable[[], str] = str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What tuning a key came to.
+    """The outcome of tuning a key.
 
     Attributes:
         winner: Id of the candidate to use.
@@ -143,8 +147,8 @@ class Outcome:
     gain: Interval | None = field(default=None)
 
     def measurement(self, candidate: str) -> Measurement:
-        """What was found of a candidate, by id."""
-        return next(found for found in self.measurements if found.id == candidate)
+        """The measurement of a candidate, by id."""
+        return next(each for each in self.measurements if each.id == candidate)
 
 
 def tune(
@@ -155,6 +159,7 @@ def tune(
     tuning: Tuning,
     clock: Callable[[], float] = time.monotonic,
     compile_s: float | None = None,
+    timing: bool = True,
 ) -> Outcome:
     """Check, time and choose.
 
@@ -176,9 +181,11 @@ def tune(
         clock: Seconds, for the budget.
         compile_s: Seconds that each candidate may take to compile and run once before the budget begins; None leaves
             compiling to the budget.
+        timing: Whether anything is timed; else the default is chosen where it is right.
 
     Raises:
-        TuningError: Not one candidate is right, or none but the default could be chosen untimed.
+        NoRightCandidateError: Not one candidate is right.
+        TuningError: None but the default could be chosen untimed.
         DeviceLostError: The device does not answer, or no more after a candidate, which is named.
     """
     if compile_s is not None:
@@ -189,25 +196,25 @@ def tune(
         raise DeviceLostError(what if left_behind() else "the device does not answer")
     deadline = start + tuning.budget_s
     check_by = start + CHECKING * tuning.budget_s
-    found: dict[str, Measurement] = {}
+    measurements: dict[str, Measurement] = {}
     runs: dict[str, Runs] = {}
     for trial in sorted(trials, key=lambda trial: trial.id != default):  # the default first: it must have its turn
         if trial.known is not None:
-            found[trial.id] = trial.known
+            measurements[trial.id] = trial.known
             continue
         left = (deadline if trial.id == default else check_by) - clock()
         if left <= 0 and trial.id != default:
             reason = f"the budget of {tuning.budget_s:g} s was spent before its turn"
-            found[trial.id] = Measurement(
+            measurements[trial.id] = Measurement(
                 id=trial.id, revision=trial.revision, state="skipped", failure="timeout", reason=reason
             )
             continue
         measurement, ready = examine(trial, left, exact_only=tuning.bit_exact and trial.id != default)
-        found[trial.id] = measurement
+        measurements[trial.id] = measurement
         if ready is not None:
             runs[trial.id] = ready
-    hung = next((m.id for m in found.values() if m.failure == "timeout" and m.state == "failed"), "")
-    while runs:
+    hung = next((m.id for m in measurements.values() if m.failure == "timeout" and m.state == "failed"), "")
+    while runs and timing:
         baseline = default if default in runs else min(runs)
         if hung and not timer.settled(max(0.0, deadline - clock())):
             raise DeviceLostError(f"{hung}, which was given up, still occupies the device", hung, "timeout")
@@ -217,7 +224,7 @@ def tune(
         broken = rounds.broken.partition(" ")[0]
         if fatal(rounds.error):
             raise lost_to(broken, rounds.error) from rounds.error
-        found[broken] = failure_of(found[broken], rounds.error)
+        measurements[broken] = failure_of(measurements[broken], rounds.error)
         if isinstance(rounds.error, TimeoutError) and broken != baseline:
             break  # a device that does not come back has no time for the others
         del runs[broken]  # without it, they are timed anew
@@ -226,15 +233,21 @@ def tune(
         after = f" after {hung}" if hung else ""
         raise DeviceLostError(f"the device does not answer any more{after}", hung, "timeout")
     if not runs:
-        reasons = "; ".join(f"{m.id}: {m.state}: {m.reason}" for m in found.values())
-        raise TuningError(f"no candidate is right: {reasons}")
+        reasons = "; ".join(f"{m.id}: {m.state}: {m.reason}" for m in measurements.values())
+        raise NoRightCandidateError(f"no candidate is right: {reasons}", tuple(measurements.values()))
+    if not timing:
+        return Outcome(
+            winner=default, default=default, measurements=tuple(measurements.values()), seconds=clock() - start
+        )
     kept = len(rounds.samples[baseline])
     if not kept and baseline != default:
-        raise TuningError(f"nothing could be timed, and the default is {found[default].state}: {found[default].reason}")
+        raise TuningError(
+            f"nothing could be timed, and the default is {measurements[default].state}: {measurements[default].reason}"
+        )
     if kept:
         for name in runs:
-            found[name] = replace(
-                found[name],
+            measurements[name] = replace(
+                measurements[name],
                 end_to_end_us=rounds.median(name),
                 kernel_us=rounds.median(f"{name} kernel" if runs[name].kernel else name),
                 relayout_us=rounds.median(f"{name} relayout") if runs[name].relayout else 0.0,
@@ -242,18 +255,18 @@ def tune(
                 samples=tuple(rounds.samples[name]),
             )
     doubt = FALSE_WINS / max(1, len(runs) - 1)
-    rivals = [name for name in runs if kept and name != baseline and found[name].state == "ok"]
-    certain = [found[name] for name in rivals if rounds.gain(name, baseline, doubt).low > 0]
+    rivals = [name for name in runs if kept and name != baseline and measurements[name].state == "ok"]
+    certain = [measurements[name] for name in rivals if rounds.gain(name, baseline, doubt).low > 0]
     winner = choose(certain, baseline, tuning.min_gain)
     return Outcome(
         winner=winner,
         default=default,
-        measurements=tuple(found[trial.id] for trial in trials),
+        measurements=tuple(measurements[trial.id] for trial in trials),
         rounds=kept,
         discarded=rounds.discarded,
         stopped=rounds.stopped,
         seconds=clock() - start,
-        gain=found[winner].gain,
+        gain=measurements[winner].gain,
     )
 
 
@@ -288,7 +301,7 @@ def time_ready(
 
 
 def compiled(trial: Trial, seconds: float, running_s: float, timer: Timer) -> Trial:
-    """A candidate that has compiled and run once; one that failed to is known to.
+    """The trial, compiled and run once; if that fails, the trial with its failure as `known`.
 
     Args:
         trial: The candidate.
@@ -343,28 +356,28 @@ def examine(trial: Trial, seconds: float, *, exact_only: bool = False) -> tuple[
     if exact_only and not check.exact:
         reason = "[tuning] bit_exact: its bits are not the default's"
         return replace(described, state="skipped", reason=reason, error=check.error), None
-    return replace(described, state="ok", error=check.error), ready
+    return replace(described, state="ok", error=check.error, binary=trial.binary()), ready
 
 
 def lost_to(candidate: str, error: Exception) -> DeviceLostError:
-    """What ends a tuning whose candidate brought the device down."""
+    """The error that ends a tuning whose candidate brought the device down."""
     said = f"{type(error).__name__}: {first_line(error)}"
     return DeviceLostError(f"the device stopped answering at {candidate} ({said})", candidate)
 
 
 def failure_of(described: Measurement, error: Exception) -> Measurement:
-    """A candidate that raised, or did not end."""
+    """The measurement of a candidate that raised, or did not end."""
     reason = f"{type(error).__name__}: {first_line(error)}"
     log.warning("candidate %s failed: %s", described.id, reason)
     return replace(described, state="failed", failure=classify(error), reason=reason)
 
 
 def choose(measurements: Sequence[Measurement], baseline: str, min_gain: float) -> str:
-    """The candidate to use: the baseline unless one of those certainly faster is so beyond the margin."""
-    better = [found for found in measurements if found.gain is not None and found.gain.median > min_gain]
+    """The candidate to use: the baseline, unless a certainly faster one is so by more than the margin."""
+    better = [each for each in measurements if each.gain is not None and each.gain.median > min_gain]
     if not better:
         return baseline
-    best = max(found.gain.median for found in better if found.gain)
+    best = max(each.gain.median for each in better if each.gain)
     # Within the margin of the best, the id decides, so that noise does not.
-    close = [found.id for found in better if found.gain and found.gain.median >= best - min_gain]
+    close = [each.id for each in better if each.gain and each.gain.median >= best - min_gain]
     return min(close)

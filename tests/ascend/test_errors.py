@@ -3,12 +3,15 @@
 import importlib.util
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import compilers
 import pytest
 
 from layout_tuner.ascend.compile.toolchain import Toolchain
+from layout_tuner.ascend.targets import target_named
 from layout_tuner.device.failures import classify, first_line
+from layout_tuner.errors import ConfigError
 
 pytestmark = pytest.mark.ascend
 
@@ -38,6 +41,15 @@ def test_a_compilers_error_is_known_for_what_it_is(raises: Callable[[str, str], 
         error = raises("ConvertLinalgRToBinary", text)
         assert (classify(error), first_line(error)) == (failure, line)
         assert str(error).split() == str(compilers.MLIRCompilationError("ConvertLinalgRToBinary", shown(text))).split()
+
+
+def test_a_release_without_a_compiler_for_a5_says_so() -> None:
+    older = Toolchain(
+        python=Path("python"), triton_ascend="3.2.0", ascendnpu_ir="1.0.0", folder=Path("bin"), compilers=("old", "")
+    )
+    assert older.compiler(target_named("Ascend910B3")) == Path("bin/bishengir-compile")
+    with pytest.raises(ConfigError, match=r"ascendnpu-ir 1\.0\.0 has no compiler for Ascend950PR_9589"):
+        older.compiler(target_named("Ascend950PR_9589"))
 
 
 def shown(text: str) -> str:

@@ -12,8 +12,16 @@ from layout_tuner.cache.faults import Fault, StoreError
 from layout_tuner.cache.layers import LayeredStore
 from layout_tuner.cache.listing import listing
 from layout_tuner.cache.memory import MemoryStore
+from layout_tuner.cache.places.folder import FolderStore
 from layout_tuner.cache.records import EnvironmentRecord
-from layout_tuner.cache.sharing.share import differences, import_file, merge_files
+from layout_tuner.cache.sharing.pins import read_pins, write_pins
+from layout_tuner.cache.sharing.share import (
+    believed_by_key,
+    differences,
+    export_file,
+    import_file,
+    merge_files,
+)
 from layout_tuner.cache.sqlite import file as files
 from layout_tuner.cache.sqlite import queries, transfer
 from layout_tuner.cache.sqlite.file import Store
@@ -112,6 +120,29 @@ def test_the_fault_of_a_device_does_not_come_in(make, path, opened, tmp_path):
     assert import_file(here, other).added == 1
     (record,) = here.decisions()
     assert [each.candidate for each in record.measurements] == ["full/g=T_CONTIG"]
+
+
+def test_bytes_that_are_no_text_become_characters_that_say_so(make, path, opened, tmp_path):
+    other = file_of(tmp_path / "other.sqlite", [make.decision(T=number + 1) for number in range(8)])
+    change(other, "UPDATE decisions SET version = CAST(x'ff61' AS TEXT) WHERE T = 5")
+    here = opened(path)
+    assert import_file(here, other).added == 8
+    assert sorted(record.version for record in here.decisions())[-1] == "\ufffda"
+    change(other, "UPDATE decisions SET candidate = CAST(x'ff01' AS TEXT) WHERE T = 5")
+    assert import_file(here, other).refused == 1
+
+
+def test_of_two_in_one_file_the_later_comes_in(make, path, opened, tmp_path):
+    """Measured and imported by one host are two slots there, and one where both count as imported."""
+    later = make.moment + timedelta(days=1)
+    for number, sources in enumerate((("measured", "imported"), ("imported", "measured"))):
+        records = [
+            make.decision(T=number + 1, source=source, candidate=f"{source}/g=T_CONTIG", created_at=moment)
+            for source, moment in zip(sources, (later, make.moment), strict=True)
+        ]
+        done = import_file(opened(path), file_of(tmp_path / f"{number}.sqlite", records))
+        assert (done.added, done.kept) == (1, 1)
+    assert {record.candidate for record in opened(path).decisions()} == {"measured/g=T_CONTIG", "imported/g=T_CONTIG"}
 
 
 def test_an_import_that_fails_says_what_it_stored(make, path, opened, tmp_path, monkeypatch):
@@ -257,3 +288,68 @@ def test_a_listing_reads_one_page_at_a_time(many, opened, monkeypatch):
 
 def test_the_command_streams_json(many):
     assert [row["T"] for row in json.loads(run("show", "--cache", many, "--json", "--limit", 2))["decisions"]] == [4, 7]
+
+
+# -- a folder of hosts -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(make, tmp_path):
+    """Three hosts' files, which hold their own decisions and older states of another host's."""
+    path = tmp_path / "decisions.sqlite"
+    for number, host in enumerate(("one", "two", "three")):
+        with contextlib.closing(FolderStore(path, host=host)) as store:
+            for T in range(1, 9):
+                moment = make.moment + timedelta(days=number)
+                for owner in {host, "one"}:
+                    store.publish(make.decision(T=T, host=owner, created_at=moment), make.environment)
+    return path
+
+
+def test_a_folder_is_read_in_the_order_of_keys_and_by_the_page(folder, make, monkeypatch):
+    read = []
+    whole = queries.page_by_key
+    monkeypatch.setattr(queries, "page_by_key", lambda *given, **named: read.append(1) or whole(*given, **named))
+    with contextlib.closing(FolderStore(folder, read_only=True)) as store:
+        groups = store.by_key()
+        first = next(groups)
+        assert len(read) <= 2 * 3  # a key of each file, and the next of those that the first came from
+        assert [record.key.T for group in (first, *groups) for record in group] == [
+            T for T in range(1, 9) for _ in "123"
+        ]
+        assert {record.host for record in first} == {"one", "two", "three"}
+        assert next(record for record in first if record.host == "one").created_at == make.moment + timedelta(days=2)
+        assert not list(store.by_key(op="other"))
+        written = export_file(store, folder.with_name("out.sqlite"))
+        assert written.decisions == 24
+        with contextlib.closing(Store(written.path, immutable=True)) as out:
+            assert sorted(out.decisions(), key=repr) == sorted(store.decisions(), key=repr)
+
+
+def test_an_export_of_a_folder_leaves_out_what_cannot_be_read_and_fails_where_it_cannot_be_written(
+    folder, monkeypatch, caplog
+):
+    bad = next(each for each in folder.parent.iterdir() if ".three." in each.name)
+    content = bytearray(bad.read_bytes())
+    content[4096:] = b"\xff" * (len(content) - 4096)
+    bad.write_bytes(content)
+    with contextlib.closing(FolderStore(folder, read_only=True)) as store:
+        assert export_file(store, folder.with_name("out.sqlite")).decisions == 16
+        assert "left out for now" in caplog.text
+
+        def full(*_, **__):
+            raise StoreError("no space", Fault.READ_ONLY)
+
+        monkeypatch.setattr(files, "transfer", full)
+        with pytest.raises(StoreError, match="no space"):
+            export_file(store, folder.with_name("other.sqlite"))
+    assert not folder.with_name("other.sqlite").exists()
+
+
+def test_pins_of_a_folder_are_those_of_its_export(folder):
+    with contextlib.closing(FolderStore(folder, read_only=True)) as store:
+        export_file(store, folder.with_name("out.sqlite"))
+        digest = write_pins(folder.with_name("one.json"), believed_by_key(store))
+    with contextlib.closing(Store(folder.with_name("out.sqlite"), immutable=True)) as out:
+        assert write_pins(folder.with_name("two.json"), believed_by_key(out)) == digest
+    assert [record.key.T for record in read_pins(folder.with_name("one.json"))[1]] == list(range(1, 9))

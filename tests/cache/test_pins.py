@@ -118,3 +118,18 @@ def test_a_pin_file_that_was_changed_stops_the_job(pinned, tmp_path):
     path.write_text(path.read_text().replace("full/", "block/", 1))
     with pytest.raises(CacheError, match="changed"):
         open_layers(tmp_path / "user.sqlite", pin=path)
+
+
+def test_a_file_that_nobody_would_read_is_not_written(tmp_path, make, monkeypatch):
+    path = tmp_path / "pins.json"
+    write_pins(path, [make.decision(T=number) for number in (1, 2)])
+    before = path.read_bytes()
+    for most in (len(before) - 1, len(before) // 3):
+        monkeypatch.setattr("layout_tuner.cache.sharing.pins.MAX_PIN_BYTES", most)
+        with pytest.raises(CacheError, match="pin one environment or op"):
+            write_pins(path, [make.decision(T=number) for number in (1, 2)])
+    assert path.read_bytes() == before
+    monkeypatch.setattr("layout_tuner.cache.sharing.pins.MAX_PIN_BYTES", len(before))
+    write_pins(path, [make.decision(T=number) for number in (2, 1)])
+    assert path.read_bytes() == before
+    assert len(read_pins(path)[1]) == 2

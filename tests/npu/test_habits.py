@@ -13,10 +13,10 @@ from layout_tuner.kernels import dv_local as kernels
 
 import layout_tuner
 from layout_tuner.config import Config
-from layout_tuner.device import driver, environment
+from layout_tuner.device import driver, environment, software
 from layout_tuner.dispatch import router
 from layout_tuner.dispatch.router import Router
-from layout_tuner.errors import DeviceLostError
+from layout_tuner.errors import DeviceLostError, UnsupportedProblemError
 from layout_tuner.tuning import timing
 from layout_tuner.tuning.timing import EventTimer
 
@@ -249,6 +249,23 @@ def test_versions_that_nobody_can_say_leave_an_environment(sim):
         unknown = environment.environment(npu())
     assert unknown.facts["cann"] == "unknown" and "driver" not in unknown.facts
     assert unknown.id != known.id
+
+
+def test_a_cann_for_another_triton_ascend_is_said_once(sim, monkeypatch, caplog):
+    monkeypatch.setattr(software, "version", {"triton-ascend": "3.2.0"}.get)
+    for _ in range(2):
+        environment.environment(npu())
+    assert caplog.text.count("triton-ascend 3.2.0 goes with CANN 8.5, here is CANN 8.3.RC1") == 1
+
+
+def test_a_variable_that_keeps_kernels_from_running_is_refused_before_anything_runs(sim, config, monkeypatch):
+    given = arguments(npu())
+    monkeypatch.setenv("TRITON_COMPILE_ONLY", "true")
+    with layout_tuner.enable(config), pytest.raises(UnsupportedProblemError, match="TRITON_COMPILE_ONLY=true is set"):
+        dv_local(given)
+    with pytest.raises(UnsupportedProblemError, match="unset it"):
+        dv_local(arguments(npu(), T=23))
+    assert sim.launches() == []
 
 
 FORKED = """

@@ -18,6 +18,7 @@ from dv_local import CANDIDATES, SPEC, arguments, assert_right, dv_local, key
 from torch.utils.checkpoint import checkpoint
 
 import layout_tuner
+from layout_tuner import processes
 from layout_tuner.config import Config
 from layout_tuner.device import driver, environment
 from layout_tuner.dispatch import choices, router
@@ -177,9 +178,9 @@ def test_a_child_that_somebody_else_ends_is_no_failure_of_a_candidate(config, mo
     made = Router(config)
     with ThreadPoolExecutor(1) as pool:
         tuning = pool.submit(made.tune, SPEC, key(), npu())
-        while not isolation._children:
+        while not processes.running:
             time.sleep(0.01)
-        (child,) = isolation._children
+        (child,) = processes.running
         child.send_signal(end)
         with pytest.raises(TuningError, match=f"the process that tunes was ended by {end.name}"):
             tuning.result()
@@ -275,13 +276,14 @@ PARENT = """
 import sys, time
 from npu_sim import sim
 import torch, layout_tuner
+from layout_tuner import processes
 from dv_local import arguments, dv_local
 from layout_tuner.tuning import isolation
 with layout_tuner.enable(cache=sys.argv[1]):
     dv_local(arguments(torch.device("npu", 0)))
-    while not isolation._children:
+    while not processes.running:
         time.sleep(0.01)
-    print(*[child.pid for child in isolation._children], flush=True)
+    print(*[child.pid for child in processes.running], flush=True)
     time.sleep(600)
 """
 

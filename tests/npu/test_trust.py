@@ -5,6 +5,7 @@ import os
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from layout_tuner.errors import TooLittleMemoryError
 from layout_tuner.spec import registry
 from layout_tuner.spec.keys import Form, bucket
 from layout_tuner.tuning import deadline, memory, numerics
+from layout_tuner.tuning.experiment import Experiment
 from layout_tuner.tuning.timing import EventTimer, scratch_bytes
 from layout_tuner.tuning.tuner import Outcome, Runs, Trial, tune
 
@@ -197,7 +199,7 @@ def test_nothing_is_stored_of_a_device_that_a_candidate_occupies(sim, tmp_path, 
     """Whether it is busy or dead cannot be told: what was seen of it since is worth nothing."""
 
     def occupy(launch) -> float:
-        occupied[0] = time.monotonic() + 6.0
+        occupied[0] = time.monotonic() + 9.0
         return 0.1
 
     default = SPEC.default(KEY, driver.chip(npu())).id
@@ -206,7 +208,7 @@ def test_nothing_is_stored_of_a_device_that_a_candidate_occupies(sim, tmp_path, 
     variant, _, plan = hung.partition("/g=")
     sim.launch_cost(f"chunk_bwd_dv_local_{variant}", occupy, G_T_CONTIG=plan == "T_CONTIG")
     start = time.monotonic()
-    with layout_tuner.enable(config(tmp_path, budget_s=3.0)):
+    with layout_tuner.enable(config(tmp_path, budget_s=5.0)):
         assert_right(arguments())
         assert time.monotonic() - start < 60.0
         assert_right(arguments())
@@ -399,3 +401,18 @@ def test_tuning_takes_no_more_memory_than_is_estimated(sim, op):
         peak = torch.npu.max_memory_allocated() - before
         part = memory.oracle_bytes(spec, key) if limit > 1 else memory.oracle_bytes(spec, key) // 2
         assert peak <= memory.tuning_bytes(spec, key, oracle_limit=part, scratch=0), op
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_the_oracle_multiplies_exactly_whatever_the_user_allows(monkeypatch, allowed):
+    """With HF32 allowed, as some trainers do, every right kernel of an fp32 key would be wrong for ever."""
+    seen = []
+
+    def oracle(**named: object) -> torch.Tensor:
+        seen.append(torch.npu.matmul.allow_hf32)
+        return reference.chunk_bwd_dv_local(**named)
+
+    monkeypatch.setattr(torch.npu.matmul, "allow_hf32", allowed)
+    experiment = Experiment(replace(SPEC, reference=oracle), KEY, npu())
+    assert experiment.prepare(experiment.default).check().right
+    assert seen == [False] and torch.npu.matmul.allow_hf32 is allowed

@@ -1,8 +1,9 @@
 """Gives a process that the product starts the simulated NPU, as a real one would have found its own.
 
 On `PYTHONPATH`, with what befalls launches there as JSON in `LAYOUT_TUNER_TEST_NPU_CHILD`: lists of `[kernel,
-constants, what]`, where `what` is a time in ms, `stop` (the queue stops), `die` (a signal ends the process) or the
-seconds of a hang as `hang 8`.
+constants, what]`, where `what` is a time in ms, `stop` (the queue stops), `die` (a signal ends the process), the
+seconds of a hang as `hang 8`, or `wrong` (the results are not written). What kernels are compiled to there is the
+number in `LAYOUT_TUNER_TEST_NPU_COMPILATION`; `LAYOUT_TUNER_TEST_NPU_CLOCK=wall` lets time pass by itself.
 """
 
 import importlib
@@ -23,13 +24,16 @@ def simulate(events: list[tuple[str, dict[str, object], object]]) -> None:
     sim.install(devices=2)
     sim.attach_triton()
     sim.set_properties(L2_cache_size=1 << 10)
-    sim.use_wall_clock(False)
+    sim.use_wall_clock(os.environ.get("LAYOUT_TUNER_TEST_NPU_CLOCK") == "wall")
+    sim.compile_to(int(os.environ.get("LAYOUT_TUNER_TEST_NPU_COMPILATION", "0")))
     for kernel, constants, what in events:
         if what == "stop":
             sim.launch_fault(kernel, **constants)
         elif what == "die":
             fault = (kernel, constants, lambda launch: os.kill(os.getpid(), signal.SIGSEGV))
             sim.triton_bridge.faults.insert(0, fault)
+        elif what == "wrong":
+            sim.triton_bridge.faults.insert(0, (kernel, constants, lambda launch: None))
         elif isinstance(what, str):
             sim.launch_hang(kernel, float(what.removeprefix("hang ")), **constants)
         else:

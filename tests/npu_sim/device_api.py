@@ -224,4 +224,6 @@ def _cann_version(module: str = "CANN") -> str:
     return {"CANN": "8.3.RC1", "DRIVER": "25.3.0"}.get(module, "")
 
 
+# Whether products may round fp32 operands to HF32; nothing here does.
+matmul = types.SimpleNamespace(allow_hf32=False)
 utils = types.SimpleNamespace(get_cann_version=_cann_version)

@@ -32,6 +32,7 @@ __all__ = [
     "advance",
     "attach_triton",
     "capture",
+    "compile_to",
     "copy_cost",
     "hide_properties",
     "install",
@@ -134,6 +135,7 @@ def reset() -> None:
     triton_bridge.costs.clear()
     triton_bridge.launches.clear()
     triton_bridge.faults.clear()
+    triton_bridge.compilation = 0
     torch.ops.npu_sim.recycle(False)
     device_api.hidden, device_api.versions_fail = (), False
     torch.ops.npu_sim.set_capturing(False)
@@ -174,6 +176,11 @@ def launch_cost(kernel: str, ms: Cost, **constexprs: object) -> None:
     The newest cost that matches counts; a launch that matches none takes no time on a set clock.
     """
     triton_bridge.costs.insert(0, (kernel, constexprs, ms))
+
+
+def compile_to(number: int) -> None:
+    """What kernels are compiled to from now on: each number stands for other binaries of the same sources."""
+    triton_bridge.compilation = number
 
 
 def launch_fault(kernel: str, **constexprs: object) -> None:

@@ -63,15 +63,18 @@ def faults(experiment: Experiment, variants: Collection[str] | None = None) -> l
 
 
 def matrix(spec: OpSpec) -> list[tuple[Form, str, bool]]:
-    """Form, dtype and packing: every form in fp32, the standard forms in every dtype."""
+    """Form, dtype and packing: every form in fp32, the standard forms in every dtype, those of callers as called."""
     standard = set(spec.standard_forms.values())
     packings = (False, True) if "T" in spec.sizes else (False,)
-    return [
+    called = {form: name.startswith("vllm/") for name, form in spec.caller_forms.items() if form not in standard}
+    cases = [
         (form, dtype, varlen)
         for form in spec.every_form
+        if form not in called
         for dtype in (DTYPES if form in standard else ("float32",))
         for varlen in packings
     ]
+    return cases + [(form, "bfloat16", packed) for form, packed in called.items()]
 
 
 def gate_dtypes(spec: OpSpec) -> list[tuple[Form, bool]]:

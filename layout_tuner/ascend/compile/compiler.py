@@ -1,12 +1,11 @@
 """Requests to Ascend's compiler, and the worker processes that answer them.
 
 The compiler runs in another interpreter (`worker.py`), several at a time, each answering one request after another.
-A worker that crashes or hangs is ended and replaced; its request is answered with what happened.
+A worker that crashes or hangs is ended and replaced; the answer to its request says what happened.
 """
 
 import collections
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
@@ -17,11 +16,12 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePath
 from typing import IO, Final, Literal
 
-from layout_tuner.ascend.compile.toolchain import Toolchain
-from layout_tuner.ascend.targets import Target
+from ..targets import Target
+from .toolchain import Toolchain
 
 _WORKER: Final = Path(__file__).with_name("worker.py")
 _FRONT_END_TIMEOUT_S: Final = 60.0
@@ -39,21 +39,22 @@ _COMPILER_OPTIONS: Final = (
 )
 _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "A2": (
-        "--enable-auto-multi-buffer=True",
         "--enable-auto-bind-sub-block=True",
         "--enable-hivm-compile=true",
     ),
-    "A5": ("--enable-auto-multi-buffer=False", "--enable-auto-bind-sub-block=False"),
+    "A5": ("--enable-auto-bind-sub-block=False",),
 }
 _FRONT_END_OPTIONS: Final[Mapping[str, Mapping[str, bool]]] = {
     "A2": {},
     "A5": {
         "compile_on_910_95": True,
-        "multibuffer": False,
         "enable_auto_bind_sub_block": False,
         "enable_select_analysis": True,
     },
 }
+
+# Whether triton-ascend asks for multi-buffering where a kernel does not say.
+_MULTIBUFFER: Final[Mapping[str, bool]] = {"A2": True, "A5": False}
 
 # Signals that a program raises by its own fault; every other one was sent to it.
 _FAULTS: Final = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
@@ -63,7 +64,7 @@ Scalar = bool | int | float | str | None
 Constexpr = Scalar | Mapping[str, str]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """One kernel to lower.
 
@@ -77,7 +78,8 @@ class Request:
         equal_to_1: Integer parameters known to be 1, which become constants.
         packages: Folder of each package the module may import.
         path: Folders to import other modules from.
-        stage: How far to go: `linalg` is the front end's output, `hivm` the compiler's.
+        stage: How far to go: `linalg` is the front end's output, `hivm` the compiler's, `verdict` whether it compiles.
+        multibuffer: Whether the compiler buffers what loops load several times; None leaves it to the target.
         options: Extra options of the compiler.
         timeout_s: Limit of one run of the compiler.
     """
@@ -88,9 +90,10 @@ class Request:
     constexprs: Mapping[str, Constexpr]
     divisible_by_16: Sequence[str] = ()
     equal_to_1: Sequence[str] = ()
-    packages: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    packages: Mapping[str, str] = field(default_factory=dict)
     path: Sequence[str] = ()
-    stage: Literal["linalg", "hivm"] = "hivm"
+    stage: Literal["linalg", "hivm", "verdict"] = "hivm"
+    multibuffer: bool | None = None
     options: Sequence[str] = ()
     timeout_s: float = 120.0
 
@@ -100,20 +103,20 @@ class Request:
         return [name for name, kind in self.signature.items() if kind is not None and name not in self.equal_to_1]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What became of a request.
+    """The answer to a request.
 
     Attributes:
-        stage: Where it ended: `front end`, `compiler`, or `worker` when the process itself died.
+        stage: The stage that ended it: `front end`, `compiler`, or `worker` when the process itself died.
         exit_status: 0 for success.
-        stderr: What the failing stage, or the compiler, said.
+        stderr: Error output of the stage that failed, or of the compiler.
         source: The line of Python that the front end failed on.
         linalg: The front end's output.
         hivm: The compiler's final module, in generic form.
-        timed_out: Ended because it took too long.
+        timed_out: Whether it was ended because it took too long.
         attempts: Runs of the compiler; more than 1 after a crash.
-        cached: The compiler's part came from the disk.
+        cached: Whether the compiler's part came from the disk.
         key: Digest of everything that decides the compiler's part.
         seconds: Time the answer took.
     """
@@ -132,7 +135,7 @@ class Answer:
 
     @property
     def ok(self) -> bool:
-        """The stage that was asked for was reached."""
+        """Whether the stage that was asked for was reached."""
         return self.exit_status == 0
 
     @property
@@ -161,8 +164,7 @@ class Answer:
     def failure(self) -> Failure:
         """The class of the failure, which says for how long it is worth remembering; empty if it did not fail.
 
-        What befell the process and not the kernel, such as a signal from outside, is a fault of the device: of the
-        machine that compiles.
+        A fault of the process and not of the kernel, such as a signal from outside, has the class `device`.
         """
         if self.ok:
             return ""
@@ -207,8 +209,8 @@ class Compiler:
     """A pool of worker processes of one toolchain for one target.
 
     Args:
-        toolchain: Whose compiler.
-        target: For which chip.
+        toolchain: Has the compiler.
+        target: The SoC to compile for.
         cache: Folder of results kept between runs; None keeps none.
         processes: Workers; they start when first needed.
     """
@@ -298,9 +300,9 @@ class Compiler:
                 while True:
                     # With a timeout, or Ctrl-C would wait for the end.
                     with contextlib.suppress(queue.Empty):
-                        found = answered.get(timeout=0.2)
+                        finished_one = answered.get(timeout=0.2)
                         break
-                yield found
+                yield finished_one
             finished = True
         finally:
             stopped.set()
@@ -316,13 +318,19 @@ class Compiler:
 
     def _text(self, request: Request) -> str:
         family = "A5" if self.target.generation == "A5" else "A2"
+        multibuffer = _MULTIBUFFER[family] if request.multibuffer is None else request.multibuffer
         message = {
-            **dataclasses.asdict(request),
+            **asdict(request),
             "target": self.target.name,
-            "front_end_options": dict(_FRONT_END_OPTIONS[family]),
+            "front_end_options": {**_FRONT_END_OPTIONS[family], "multibuffer": multibuffer},
             "compiler": str(self.toolchain.compiler(self.target)),
             "printer": str(self.toolchain.printer(self.target)),
-            "compiler_options": [*_OPTIONS[family], *_COMPILER_OPTIONS, *request.options],
+            "compiler_options": [
+                f"--enable-auto-multi-buffer={multibuffer}",
+                *_OPTIONS[family],
+                *_COMPILER_OPTIONS,
+                *request.options,
+            ],
             "compiler_version": self.version,
             "revision": _revision(),
             "cache": None if self._cache is None else str(self._cache),
@@ -355,9 +363,9 @@ class _Worker:
         except BrokenPipeError:
             line = b""
         if line:
-            fields = json.loads(line)
-            known = {field.name for field in dataclasses.fields(Answer)}
-            return Answer(**{name: value for name, value in fields.items() if name in known})
+            said = json.loads(line)
+            known = {each.name for each in fields(Answer)}
+            return Answer(**{name: value for name, value in said.items() if name in known})
         # Its output ended: it is about to exit by itself, with a status and words that say why.
         status, errors = self.close(grace_s=_EXIT_S if line == b"" else 0.0)
         return Answer(stage="worker", exit_status=status or 1, stderr=errors, timed_out=line is None)

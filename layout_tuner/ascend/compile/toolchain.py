@@ -6,7 +6,6 @@ go wherever a verdict goes.
 """
 
 import contextlib
-import dataclasses
 import functools
 import json
 import os
@@ -15,11 +14,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from layout_tuner.ascend.targets import Target
-from layout_tuner.errors import ConfigError
+from ...errors import ConfigError
+from ..targets import Target
 
 DEFAULT_PYTHON: Final = Path(".venv-ascend/bin/python")
 INSTALL: Final = "make ascend"
@@ -31,25 +31,27 @@ _PROBE_TIMEOUT_S: Final = 30.0
 # Run by the candidate interpreter: what it has, as JSON. On standard error stands which command it waits for.
 _PROBE: Final = """
 import importlib.metadata, importlib.util, json, os, subprocess, sys
-found = {}
+versions = {}
 for name in ("triton-ascend", "ascendnpu-ir"):
     try:
-        found[name] = importlib.metadata.version(name)
+        versions[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         pass
 spec = importlib.util.find_spec("ascendnpuir")
 if spec is not None:
-    found["bin"] = os.path.join(os.path.dirname(spec.origin), "bin")
+    versions["bin"] = os.path.join(os.path.dirname(spec.origin), "bin")
     for tool in ("bishengir-compile", "bishengir-compile-a5"):
-        command = [os.path.join(found["bin"], tool), "--version"]
+        command = [os.path.join(versions["bin"], tool), "--version"]
+        if not os.path.exists(command[0]):
+            continue  # releases before 1.1.0 know no A5
         print(*command, file=sys.stderr, flush=True)
         run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        found[tool] = " ".join(run.stdout.split("\\n")[0].split())
-print(json.dumps(found))
+        versions[tool] = " ".join(run.stdout.split("\\n")[0].split())
+print(json.dumps(versions))
 """
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Toolchain:
     """A Python with triton-ascend and ascendnpu-ir.
 
@@ -58,7 +60,8 @@ class Toolchain:
         triton_ascend: Version of triton-ascend, the front end.
         ascendnpu_ir: Version of ascendnpu-ir, the package of the compiler.
         folder: Where the compiler's programs are.
-        compilers: Version line of the compiler for A2 and A3 targets, and of the one for A5 targets.
+        compilers: Version line of the compiler for A2 and A3 targets, and of the one for A5 targets; empty where there
+            is none.
     """
 
     python: Path
@@ -68,7 +71,13 @@ class Toolchain:
     compilers: tuple[str, str]
 
     def compiler(self, target: Target) -> Path:
-        """The program that compiles for `target`."""
+        """The program that compiles for `target`.
+
+        Raises:
+            ConfigError: This release has none.
+        """
+        if not self.compilers[target.generation == "A5"]:
+            raise ConfigError(f"ascendnpu-ir {self.ascendnpu_ir} has no compiler for {target.name}")
         return self.folder / ("bishengir-compile-a5" if target.generation == "A5" else "bishengir-compile")
 
     def printer(self, target: Target) -> Path:
@@ -80,7 +89,7 @@ class Toolchain:
         return f"triton-ascend {self.triton_ascend}, {self.compilers[target.generation == 'A5']}"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class NativeTools:
     """Upstream MLIR and LLVM 19, which run the front end's output on the host."""
 
@@ -120,18 +129,18 @@ def _probe(python: Path) -> Toolchain:
     # The path is made absolute, not resolved: a virtual environment is recognised by its own link.
     python = Path(shutil.which(python) or python).absolute()
     try:
-        found = json.loads(_run_probe(python))
+        versions = json.loads(_run_probe(python))
     except (OSError, json.JSONDecodeError) as error:
         raise ConfigError(f"{python} does not run ({error})") from None
-    missing = [name for name in ("triton-ascend", "ascendnpu-ir") if name not in found]
+    missing = [name for name in ("triton-ascend", "ascendnpu-ir") if name not in versions]
     if missing:
         raise ConfigError(f"{python} has no {' and no '.join(missing)}")
     return Toolchain(
         python=python,
-        triton_ascend=found["triton-ascend"],
-        ascendnpu_ir=found["ascendnpu-ir"],
-        folder=Path(found["bin"]),
-        compilers=(found["bishengir-compile"], found["bishengir-compile-a5"]),
+        triton_ascend=versions["triton-ascend"],
+        ascendnpu_ir=versions["ascendnpu-ir"],
+        folder=Path(versions["bin"]),
+        compilers=(versions["bishengir-compile"], versions.get("bishengir-compile-a5", "")),
     )
 
 

@@ -199,7 +199,8 @@ def compile_linalg(linalg: str, request: Fields, folder: Path) -> Fields:
         "kernel.mlir",
         f"--target={request['target']}",
         *request["compiler_options"],
-        f"--save-temps={temporaries}",
+        # Releases before 1.2.0 do not know the option.
+        *([] if request["stage"] == "verdict" else [f"--save-temps={temporaries}"]),
         "-o",
         "kernel",
     ]
@@ -250,7 +251,14 @@ def compile_cached(linalg: str, request: Fields) -> Fields:
     """
     key = hashlib.sha256(
         json.dumps(
-            [linalg, request["target"], request["compiler_options"], request["compiler_version"], request["revision"]]
+            [
+                linalg,
+                request["stage"],
+                request["target"],
+                request["compiler_options"],
+                request["compiler_version"],
+                request["revision"],
+            ]
         ).encode()
     ).hexdigest()
     entry = request["cache"] and Path(request["cache"]) / key[:2] / f"{key}.json.gz"

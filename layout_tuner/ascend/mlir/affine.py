@@ -5,11 +5,11 @@
 `floordiv` and `ceildiv` round toward minus and plus infinity, `mod` has the sign of the divisor, as in Python.
 """
 
-import dataclasses
 import functools
 import operator
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 _TOKEN: Final = re.compile(r"\s*(->|[-+*()\[\],]|[A-Za-z_]\w*|\d+)")
@@ -23,7 +23,7 @@ _PRODUCTS: Final[dict[str, Callable[[int, int], int]]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class AffineMap:
     """A map from dimensions and symbols to integers."""
 

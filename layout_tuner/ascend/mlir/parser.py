@@ -7,13 +7,13 @@ parser knows no dialect. Attributes become Python values where the text says whi
 dictionaries, affine maps), types stay text except memrefs, which `MemRef.parse` reads.
 """
 
-import dataclasses
 import functools
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NoReturn
 
-from layout_tuner.ascend.mlir.affine import AffineMap, parse_affine_map
+from .affine import AffineMap, parse_affine_map
 
 _SPACE: Final = re.compile(r"(?:\s+|//[^\n]*)*")
 _STRING: Final = re.compile(r'"((?:[^"\\]|\\.)*)"')
@@ -47,7 +47,7 @@ class ParseError(ValueError):
     """Text that is not MLIR's generic form."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Location:
     """A place in a source file; `caller` is where the function that it lies in was inlined."""
 
@@ -60,7 +60,7 @@ class Location:
         return f"{self.file}:{self.line}"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Opaque:
     """An attribute whose meaning belongs to a dialect: `#name<body>`."""
 
@@ -68,7 +68,7 @@ class Opaque:
     body: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class TypedNumber:
     """A number whose bits are given (`0xFF800000 : f32`), or a float."""
 
@@ -76,7 +76,7 @@ class TypedNumber:
     type: str
 
 
-@dataclasses.dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Value:
     """A result of an operation, or an argument of a block."""
 
@@ -86,7 +86,7 @@ class Value:
     index: int = 0
 
 
-@dataclasses.dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Block:
     """Operations in order, with the block's arguments."""
 
@@ -96,16 +96,16 @@ class Block:
     parent: "Operation | None" = None
 
 
-@dataclasses.dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Operation:
     """One operation. Properties and discardable attributes are in `attributes` together."""
 
     name: str
-    operands: list[Value] = dataclasses.field(default_factory=list)
-    results: list[Value] = dataclasses.field(default_factory=list)
-    attributes: dict[str, Any] = dataclasses.field(default_factory=dict)
-    regions: list[list[Block]] = dataclasses.field(default_factory=list)
-    successors: list[str] = dataclasses.field(default_factory=list)
+    operands: list[Value] = field(default_factory=list)
+    results: list[Value] = field(default_factory=list)
+    attributes: dict[str, Any] = field(default_factory=dict)
+    regions: list[list[Block]] = field(default_factory=list)
+    successors: list[str] = field(default_factory=list)
     location: Location | None = None
     parent: Block | None = None
 
@@ -125,7 +125,7 @@ class Operation:
             block = block.parent.parent
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class MemRef:
     """A memref type. None stands for a size or stride known only at run time.
 
@@ -397,7 +397,7 @@ class _Parser:
             self._expect("at")
             caller = self._place()
             self._expect(")")
-            return callee and dataclasses.replace(callee, caller=caller)
+            return callee and replace(callee, caller=caller)
         if self._accept("fused"):
             if self._text.startswith("<", self._at):
                 self._group()

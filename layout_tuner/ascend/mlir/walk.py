@@ -5,14 +5,14 @@ integers (and nothing else) visits every call exactly as often as one program wo
 What depends on data in memory is unknown (None), except integer arrays whose contents the launch gives.
 """
 
-import dataclasses
 import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
-from layout_tuner.ascend.mlir.parser import (
+from .parser import (
     BITS,
     AffineMap,
     Block,
@@ -29,7 +29,7 @@ Scalar = int | float | None
 Argument = int | float | Sequence[int] | None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class View:
     """A region of memory at run time; None where it depends on what is unknown.
 
@@ -40,7 +40,7 @@ class View:
         sizes: Sizes.
         strides: Strides in elements.
         bits: Size of an element.
-        contents: What lies there, where the launch says so.
+        contents: The integers that lie there, where the launch gives them.
     """
 
     base: str
@@ -53,7 +53,7 @@ class View:
 
 
 class Visitor(Protocol):
-    """Told of everything that is not arithmetic, in order of execution."""
+    """Methods that a walk calls for everything but arithmetic, in order of execution."""
 
     def call(self, operation: Operation, callee: str, operands: list[Any]) -> None:
         """A template or vector function is called."""
@@ -73,7 +73,7 @@ class Visitor(Protocol):
 
 def entries(module: Operation) -> list[Operation]:
     """The device functions of a module that a launch starts: one per kind of core."""
-    found = []
+    functions = []
     for function in module.regions[0][0].operations:
         if function.name != "func.func" or not any(block.operations for block in function.regions[0]):
             continue
@@ -82,8 +82,8 @@ def entries(module: Operation) -> list[Operation]:
             continue
         if "hivm.vector_function" in function.attributes or "sym_visibility" in function.attributes:
             continue
-        found.append(function)
-    return found
+        functions.append(function)
+    return functions
 
 
 def core_of(function: Operation) -> str:
@@ -99,7 +99,7 @@ class Walk:
         function: The function.
         arguments: Values of the kernel's arguments by name, in order.
         grid: Number of programs.
-        visitor: Is told what happens.
+        visitor: Its methods are called.
     """
 
     def __init__(self, function: Operation, arguments: Mapping[str, Argument], grid: int, visitor: Visitor) -> None:
@@ -140,7 +140,7 @@ class Walk:
             block = self._branch(last, by_label)
 
     def value(self, value: Value) -> Any:
-        """What a value was when it was last computed."""
+        """The value that an SSA value had when it was last computed."""
         return self._environment.get(value)
 
     def _bound(self, block: Block) -> Iterator[Any]:
@@ -258,7 +258,7 @@ _SYNCHRONISATIONS: Final = {
 
 
 def _computes_elements(body: Block) -> bool:
-    """The loop's body stores single elements on chip and does nothing wider."""
+    """Whether the loop's body stores single elements on chip and does nothing wider."""
     stores = False
     for operation in body.operations:
         if operation.name in ("scf.for", "scf.if", "func.call"):
@@ -362,7 +362,7 @@ _VIEW_AT: Final = {"memref.load": 0, "memref.store": 1}
 
 
 def _unknown_view(value: Value) -> View | None:
-    """A region of which only the type is known: what an operation gave that is not followed."""
+    """A region of which only the type is known, as the result of an operation that is not followed."""
     memref = MemRef.parse(value.type)
     return None if memref is None else View("", memref.space, None, memref.shape, memref.strides, memref.bits)
 
@@ -388,7 +388,7 @@ def _product(a: int | None, b: int | None) -> int | None:
 def _reinterpret_cast(operation: Operation, operands: list[Any]) -> list[View]:
     offsets, sizes, strides = _parts(operation, operands)
     memref = _result_type(operation)
-    return [dataclasses.replace(operands[0], offset=offsets[0], sizes=sizes, strides=strides, bits=memref.bits)]
+    return [replace(operands[0], offset=offsets[0], sizes=sizes, strides=strides, bits=memref.bits)]
 
 
 def _subview(operation: Operation, operands: list[Any]) -> list[View]:
@@ -402,7 +402,7 @@ def _subview(operation: Operation, operands: list[Any]) -> list[View]:
     if len(memref.shape) != len(sizes):
         kept = _kept_dimensions(operation.attributes["static_sizes"], strides, memref)
         sizes, strides = tuple(sizes[i] for i in kept), tuple(strides[i] for i in kept)
-    return [dataclasses.replace(view, offset=offset, sizes=sizes, strides=strides)]
+    return [replace(view, offset=offset, sizes=sizes, strides=strides)]
 
 
 def _kept_dimensions(static: Sequence[int], strides: Sequence[int | None], memref: MemRef) -> list[int]:
@@ -438,7 +438,7 @@ def _collapse_shape(operation: Operation, operands: list[Any]) -> list[View]:
         sizes.append(None if None in members else math.prod(size for size in members if size is not None))
         wide = [i for i in group if view.sizes[i] != 1]
         strides.append(view.strides[wide[-1] if wide else group[-1]])
-    return [dataclasses.replace(view, sizes=tuple(sizes), strides=tuple(strides))]
+    return [replace(view, sizes=tuple(sizes), strides=tuple(strides))]
 
 
 def _expand_shape(operation: Operation, operands: list[Any]) -> list[View]:
@@ -449,7 +449,7 @@ def _expand_shape(operation: Operation, operands: list[Any]) -> list[View]:
         for i in reversed(group):
             strides[i] = step
             step = _product(step, sizes[i])
-    return [dataclasses.replace(view, sizes=sizes, strides=tuple(strides))]
+    return [replace(view, sizes=sizes, strides=tuple(strides))]
 
 
 def _pointer_cast(operation: Operation, operands: list[Any]) -> list[View]:
@@ -468,7 +468,7 @@ def _same(operation: Operation, operands: list[Any]) -> list[Any]:
 
 def _metadata(operation: Operation, operands: list[Any]) -> list[Any]:
     view: View = operands[0]
-    return [dataclasses.replace(view, offset=0), view.offset, *view.sizes, *view.strides]
+    return [replace(view, offset=0), view.offset, *view.sizes, *view.strides]
 
 
 def _result_type(operation: Operation) -> MemRef:

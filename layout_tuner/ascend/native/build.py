@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import torch
 
-from layout_tuner.ascend.compile.compiler import Request
-from layout_tuner.ascend.compile.toolchain import NativeTools
-from layout_tuner.errors import LayoutTunerError
+from ...errors import LayoutTunerError
+from ..compile.compiler import Request
+from ..compile.toolchain import NativeTools
 
 _RUNTIME: Final = Path(__file__).with_name("host_runtime.c")
 _TIMEOUT_S: Final = 300.0

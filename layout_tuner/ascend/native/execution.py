@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-from layout_tuner.ascend.candidates import Case, chip_of, launch_of, named_arguments
-from layout_tuner.ascend.compile.compiler import Compiler, Request
-from layout_tuner.ascend.compile.toolchain import NativeTools
-from layout_tuner.ascend.native.build import NativeBuildError, NativeKernel, build
-from layout_tuner.launch import launcher
-from layout_tuner.launch.prepared import Prepared
-from layout_tuner.spec.declaration import Problem
-from layout_tuner.spec.operands import Call, Outputs
-from layout_tuner.tuning.experiment import PoisonedAllocations
+from ...launch import launcher
+from ...launch.prepared import Prepared
+from ...spec.declaration import Problem
+from ...spec.operands import Call, Outputs
+from ...tuning.experiment import PoisonedAllocations
+from ..candidates import Case, chip_of, launch_of, named_arguments
+from ..compile.compiler import Compiler, Request
+from ..compile.toolchain import NativeTools
+from .build import NativeBuildError, NativeKernel, build
 
 
 class NativeRunner:

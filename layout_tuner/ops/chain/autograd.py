@@ -15,6 +15,7 @@ from ...launch.prepared import Prepared
 from ...spec.declaration import OpSpec
 from ...spec.operands import Outputs, Value
 from ...spec.packing import written
+from ...spec.watched import settled
 from .chain import Chain, Scalars
 
 TWICE = (
@@ -116,7 +117,7 @@ class _Function(torch.autograd.Function):
         chain: Chain[Any] = ctx.chain
         saved = chain.saved_type._make(ctx.saved_tensors)
         with without_autocast(said.kind):
-            first, *others = grads
+            first, *others = [settled(grad) for grad in grads]
             if first is None:
                 first = torch.zeros_like(getattr(saved, chain.output_like))
             if said.versions() != ctx.versions:

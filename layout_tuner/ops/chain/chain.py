@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...device.failures import first_line
 from ...errors import PackingError
+from ...launch.prepared import bind_candidate
 from ...launch.replay import Replayed
 from ...spec import registry
 from ...spec.declaration import Launch, Problem
@@ -134,7 +135,7 @@ class Chain(ABC, Generic[SavedT]):
             if isinstance(error, PackingError):
                 raise
             key, chip = self.problem.key, self.problem.chip
-            instead = self.spec.bind(Problem(key=key, chip=chip), self.spec.default(key, chip))
+            instead = bind_candidate(self.spec, Problem(key=key, chip=chip), self.spec.default(key, chip))
             assert isinstance(instead, Chain)
             try:
                 gradients: Outputs = instead.backward(*arguments)

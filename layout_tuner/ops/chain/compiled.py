@@ -1,6 +1,6 @@
 """A chain as a custom operator with autograd, for calls that torch traces, transforms or watches.
 
-As for every op (see `tracing`), the candidate is decided while a call is traced and stands in the graph as its ticket.
+As for every op (see `tracing`), the candidate is chosen while a call is traced and stands in the graph as its ticket.
 That makes the layout of what the forward leaves for the backward a fact of the graph. What the operators return is
 found by running the chain once on tensors without memory; its shapes are written in the sizes of the call.
 """
@@ -24,7 +24,7 @@ from ...spec.operands import Operand, Outputs, Value
 from ...spec.packing import chunks_of as packed_chunks
 from ...spec.packing import stand_in
 from .. import tracing
-from ..tracing import Bound, bound
+from ..tickets import Bound, bound, fix, note, ticket
 from .chain import Chain, Packed, Scalars
 
 PACKED = ("cu_seqlens", "chunk_indices", "cu_seqlens_cpu")
@@ -55,9 +55,9 @@ def traced(
     """
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     later = [None] * missing(spec.name)
-    tracing.note((*inputs, *later, cu_seqlens, chunk_indices))
-    tracing.fix(spec.name, inputs)
-    said = tracing.ticket(spec.name, (*options, grad), tuple([x is not None for x in scalars]), tunable)
+    note((*inputs, *later, cu_seqlens, chunk_indices))
+    fix(spec.name, inputs)
+    said = ticket(spec.name, (*options, grad), tuple([x is not None for x in scalars]), tunable)
     results = OPERATORS[spec.name](*inputs, cu_seqlens, chunk_indices, cu_seqlens_cpu, *scalars, said)
     has = outputs_of(said)
     return tuple([results[i] if has[i] else None for i in range(len(has))])
@@ -311,7 +311,9 @@ def _backward(spec: OpSpec, ctx: Any, grads: Sequence[Tensor | None]) -> tuple[T
     *saved, cu_seqlens, chunk_indices, cu_seqlens_cpu = ctx.saved_tensors
     count = len(operands_of(spec))
     wanted = [bool(wants) for wants in ctx.needs_input_grad[:count]]
-    given = list(grads[: missing(spec.name)])
+    # torch settles single tensors and lists of tensors for an operator, and forgets lists in which some are None.
+    saved = [watched.settled(x) for x in saved]
+    given = [watched.settled(x) for x in grads[: missing(spec.name)]]
     lists = (cu_seqlens, chunk_indices, cu_seqlens_cpu)
     found = BACKWARDS[spec.name](saved, given, *lists, ctx.scalars, wanted, ctx.said)
     cast = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from ...launch.prepared import bind_candidate
 from ...spec import registry
 from ...spec.declaration import Candidate, Launch, OpSpec, Problem
 from ...spec.keys import Form
@@ -16,7 +17,7 @@ class Facts(NamedTuple):
     """What a stage is told of a tensor.
 
     Attributes:
-        dtype: By torch's name.
+        dtype: By torch's name, or as the chain's form has it.
         layout: Of a time-axis tensor.
     """
 
@@ -33,7 +34,7 @@ class Stage(NamedTuple):
     Attributes:
         op: Its name.
         reads: Facts of the operands that are optional, on the time axis, or of another dtype than the first.
-        writes: Layouts of the time-axis outputs that are not in the chain's.
+        writes: Layouts of the time-axis outputs; empty: all are in the chain's.
         options: Those not at their default, and what only a chain asks of the op.
     """
 
@@ -70,7 +71,8 @@ class Stage(NamedTuple):
             varlen=key.varlen,
         )
         variant = problem.variant_of(spec, stage) or spec.default(stage, problem.chip).variant
-        read = {name: facts.layout for name, facts in self.reads.items()}
-        plan = {name: self.writes.get(name, read.get(name, layout)) for name in spec.time_operands}
+        plan = {} if self.writes else dict.fromkeys(spec.time_operands, layout)
+        plan |= {name: facts.layout for name, facts in self.reads.items() if name in spec.time_operands}
+        plan |= self.writes
         candidate = Candidate(variant=variant, plan=LayoutPlan.of(plan), revision=spec.revision)
-        return spec.bind(Problem(key=stage, chip=problem.chip), candidate)
+        return bind_candidate(spec, Problem(key=stage, chip=problem.chip), candidate)

@@ -13,6 +13,7 @@ from layout_tuner.kernels import l2norm as l2norm_kernels
 from layout_tuner.kernels import tiling
 
 from ...launch import launcher
+from ...launch.direct import Constant
 from ...spec import layouts
 from ...spec.declaration import Problem
 from ...spec.layouts import Layout
@@ -33,7 +34,7 @@ class RowNorm:
     def __init__(self, problem: Problem) -> None:
         key, chip = problem.key, problem.chip
         self.rows, BK = tiling.l2norm_tiles(key.K, chip.tiles)
-        constants: dict[str, launcher.Constant] = dict(H=key.H, K=key.K, BR=self.rows, BK=BK, IS_VARLEN=key.varlen)
+        constants: dict[str, Constant] = dict(H=key.H, K=key.K, BR=self.rows, BK=BK, IS_VARLEN=key.varlen)
         self._forward = launcher.bind(l2norm_kernels.l2norm_fwd, **constants)
         self._backward = launcher.bind(l2norm_kernels.l2norm_bwd, **constants)
         self._programs = chip.vector_programs
@@ -72,7 +73,7 @@ class BetaGate:
         self.dtype: torch.dtype = getattr(torch, form.dtype("beta") or key.dtype)
         BH = tiling.head_block(key.HV, chip.tiles)
         t_contig = layout is Layout.T_CONTIG
-        constants: dict[str, launcher.Constant] = dict(
+        constants: dict[str, Constant] = dict(
             HV=key.HV,
             BT=BETA_TOKENS,
             BH=BH,

@@ -101,7 +101,7 @@ class Chain(chain.Chain[Saved]):
 
         def given(operand: str, name: str = "") -> dict[str, Facts]:
             """Facts of an operand of the chain that a stage knows under that name; nothing where it is absent."""
-            return {name or operand: Facts(form.dtype(operand) or main)} if operand in form else {}
+            return {name or operand: Facts(form.entries[operand])} if operand in form else {}
 
         self.raw_layout = layouts.as_read(form.arrival("g") or Layout.STRIDE_HV)
         raw = {"g": Facts(form.dtype("g") or main, self.raw_layout)}

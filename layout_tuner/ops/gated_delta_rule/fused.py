@@ -17,7 +17,7 @@ from ...spec.declaration import Candidate, Problem
 from ...spec.layouts import Layout, LayoutPlan
 from ...spec.packing import prepare_chunk_offsets
 from ..intra import bind_inverse
-from ..sizes import chunk_counts
+from ..sizes import DOT_PRECISION, chunk_counts
 
 Tensor = torch.Tensor
 Packed = tuple["Tensor | None", "Tensor | None"]
@@ -50,7 +50,7 @@ def bind_scores(problem: Problem, layout: Layout) -> Callable[..., Tensor]:
         USE_G=problem.has("g"),
         G_T_CONTIG=layout is Layout.T_CONTIG,
         IS_VARLEN=key.varlen,
-        DOT_PRECISION=problem.dot_precision,
+        DOT_PRECISION=DOT_PRECISION,
     )
 
     def scores(q: Tensor, k: Tensor, G: Tensor | None, scale: float | None, packed: Packed) -> Tensor:
@@ -111,7 +111,7 @@ def bind_walk(problem: Problem, layout: Layout, *, states: bool) -> tuple[launch
         IS_VARLEN=key.varlen,
         PREFETCH=tiling.prefetch_fits(stage * size, scratch * size, problem.chip.tiles),
         RELOAD_LEFT=problem.chip.tiles == "ascend",
-        DOT_PRECISION=problem.dot_precision,
+        DOT_PRECISION=DOT_PRECISION,
     )
     return kernel, BV
 
@@ -245,7 +245,7 @@ def bind_walk_back(
             BT * (2 * BK + BV + 2 * BT) * size, BV * (BK + 2 * BT) * size, problem.chip.tiles
         ),
         RELOAD_LEFT=problem.chip.tiles == "ascend",
-        DOT_PRECISION=problem.dot_precision,
+        DOT_PRECISION=DOT_PRECISION,
     )
 
     def walk_back(
@@ -312,7 +312,7 @@ def bind_inverse_backward(problem: Problem, layout: Layout) -> Callable[..., Ten
         DB_T_CONTIG=contiguous,
         IS_VARLEN=key.varlen,
         RELOAD_LEFT=problem.chip.tiles == "ascend",
-        DOT_PRECISION=problem.dot_precision,
+        DOT_PRECISION=DOT_PRECISION,
     )
 
     def inverse_backward(

@@ -7,7 +7,7 @@ from torch.compiler import is_compiling
 
 from ...launch.prepared import present
 from ...spec.packing import chunks_of
-from ...spec.watched import plain
+from ...spec.watched import any_nested, plain
 from ..chain import autograd
 from .arguments import check
 from .spec import SPEC
@@ -77,7 +77,8 @@ def chunk_gated_delta_rule(
 
     Source: Yang, Kautz, Hatamizadeh 2024, Gated Delta Networks, arXiv:2412.06464, section 3.3.
     """
-    if is_compiling() or getattr(q, "is_meta", False) or not plain(q, k, v, g, beta, initial_state, A_log, dt_bias):
+    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    if is_compiling() or getattr(q, "is_meta", False) or not plain(*tensors) or any_nested(q, k, v, g, beta):
         from .compiled import traced_chain
 
         return traced_chain(
@@ -93,7 +94,6 @@ def chunk_gated_delta_rule(
         state_v_first,
         use_gate_in_kernel,
     )
-    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     check(tensors, (*flags, chunk_size), scale, cu_seqlens, cu_seqlens_cpu, chunk_indices, cp_context)
     if not use_gate_in_kernel:
         A_log = dt_bias = None

@@ -14,6 +14,7 @@ from ...spec.registry import register
 
 # The stages, which a chain looks up by name: with their sources it is another chain.
 from .. import bwd_dhu, dqkwg, dv_local, fwd_h, fwd_o, gate, intra, local_cumsum, recompute_w_u, wy_bwd  # noqa: F401
+from ..chain.by_reference import ChainByReference
 from .chain import Chain, Gradients
 
 
@@ -77,6 +78,26 @@ _IN_LAYER = (
     "use_beta_sigmoid_in_kernel=1,use_gate_in_kernel=1,use_qk_l2norm_in_kernel=1"
 )
 
+_HUGGING_FACE = "BT=64,beta=bfloat16@STRIDE_HV,g=float32@STRIDE_HV,use_qk_l2norm_in_kernel=1"
+_MEGATRON = "BT=64,beta=bfloat16@STRIDE_HV,g=float32@STRIDE_HV"
+_VLLM = "BT=64,beta=float32@STRIDE_HV,g=float32@STRIDE_HV,initial_state=float32,output_final_state=1,state_v_first=1"
+
+# A model under gradient checkpointing runs its layers as in an evaluation first. In training mode transformers keeps a
+# cache, and asks for the final state, unless `use_cache` is off.
+_CALLERS = {
+    "transformers/training": f"{_HUGGING_FACE},grad=1",
+    "transformers/training/cache": f"{_HUGGING_FACE},grad=1,output_final_state=1",
+    "transformers/evaluation": _HUGGING_FACE,
+    "transformers/prefill": f"{_HUGGING_FACE},output_final_state=1",
+    "fla/training": f"{_IN_LAYER},grad=1",
+    "fla/evaluation": _IN_LAYER,
+    "fla/prefill": f"{_IN_LAYER},output_final_state=1",
+    "megatron/training": f"{_MEGATRON},grad=1",
+    "megatron/evaluation": _MEGATRON,
+    "vllm/prefill": _VLLM,
+    "vllm/prefill/l2norm": f"{_VLLM},use_qk_l2norm_in_kernel=1",
+}
+
 SPEC = register(
     OpSpec(
         name="chunk_gated_delta_rule",
@@ -113,12 +134,14 @@ SPEC = register(
         offers=lambda variant, key: variant != "fused_forward" or key.form.flag("grad"),
         moves_inputs=False,
         bind=_bind,
+        by_reference=ChainByReference,
         reference=_reference,
         forms={
             "training": "BT=64,beta=float32@STRIDE_HV,g=float32@STRIDE_HV,grad=1",
             "prefill": "BT=64,beta=float32@STRIDE_HV,g=float32@STRIDE_HV,output_final_state=1",
             "layer": f"{_IN_LAYER},grad=1",
         },
+        callers=_CALLERS,
         more_forms=(
             "BT=64,beta=float32@STRIDE_HV,grad=1",
             "BT=64,beta=float32@T_CONTIG,g=float32@T_CONTIG,grad=1",
