@@ -10,42 +10,26 @@ import toy_chain
 import toy_scale
 from cases import experiment_for, faults, key_for
 from timers import set_times
+from toys import TOYS, leaves, registered, step
 
 from layout_tuner.ascend.candidates import cases_of, launches
 from layout_tuner.ascend.targets import target_named
 from layout_tuner.config import Config
+from layout_tuner.device import driver
 from layout_tuner.dispatch import router
 from layout_tuner.dispatch.router import Router
-from layout_tuner.ops import tracing
-from layout_tuner.ops.chain import compiled
-from layout_tuner.spec import registry
+from layout_tuner.launch.prepared import Prepared
+from layout_tuner.spec.declaration import REFERENCE, Candidate, Problem
+from layout_tuner.spec.layouts import LayoutPlan
+from layout_tuner.spec.operands import Call
 
-TOYS = [toy_scale, toy_chain]
 SIZES = {"B": 2, "T": 20, "HV": 2, "V": 8}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> Iterator[None]:
-    for toy in TOYS:
-        registry.register(toy.SPEC)
-    tracing.OPERATORS["toy_scale"] = tracing.operator_of("toy_scale")
-    compiled.trace(toy_chain.SPEC)
-    yield
-    for operators in (registry._OPS, tracing.OPERATORS, compiled.OPERATORS, compiled.BACKWARDS):
-        for toy in TOYS:
-            operators.pop(toy.SPEC.name, None)
-    tracing.bound.cache_clear()
-
-
-def made(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    x, g = torch.randn(2, 20, 2, 8, generator=generator), -torch.rand(2, 20, 2, generator=generator)
-    return x.to(device).requires_grad_(), g.to(device).requires_grad_()
-
-
-def step(function: object, given: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    out = function(*given)
-    return [out.detach(), *torch.autograd.grad(out.square().sum(), given)]
+    with registered():
+        yield
 
 
 @pytest.mark.parametrize("toy", TOYS)
@@ -58,7 +42,7 @@ def test_every_candidate_is_right(toy: ModuleType, device: torch.device) -> None
 @pytest.mark.parametrize("toy", TOYS)
 def test_it_is_tuned_and_routed(toy: ModuleType, device: torch.device, tmp_path: Path) -> None:
     key = key_for(toy.SPEC, toy.SPEC.standard_forms["training"], **SIZES)
-    x, g = made(device)
+    x, g = leaves(device)
     function = getattr(toy, toy.SPEC.name)
     entered = Router(Config(cache={"path": str(tmp_path / "cache.sqlite")}), on_miss="tune", timer=set_times({}))
     ticket = router.push(entered)
@@ -71,13 +55,28 @@ def test_it_is_tuned_and_routed(toy: ModuleType, device: torch.device, tmp_path:
 
 
 def test_gradients_and_graphs_are_the_oracles(device: torch.device) -> None:
-    x, g = made(device)
+    x, g = leaves(device)
     found = step(toy_chain.toy_chain, (x, g))
     out = found[0]
     wanted = toy_chain.oracle(x, g, 2 * out, 16, True)
     torch.testing.assert_close(found, list(wanted), rtol=1e-4, atol=1e-4)
     traced = step(torch.compile(toy_chain.toy_chain, backend="eager", fullgraph=True), (x, g))
     assert all(torch.equal(a, b) for a, b in zip(traced, found, strict=True))
+
+
+def test_the_oracle_serves_with_gradients_where_no_kernel_is_right(device: torch.device) -> None:
+    key = key_for(toy_chain.SPEC, toy_chain.SPEC.standard_forms["training"], **SIZES)
+    given = leaves(device)
+    operands = (*[x.detach() for x in given], torch.empty_like(given[0]))
+    call = Call(tensors=operands, options=(16, True))
+    problem = Problem(key=key, chip=driver.chip(device))
+    chosen = Candidate(variant=REFERENCE, plan=LayoutPlan(), revision="")
+    oracle = Prepared(toy_chain.SPEC, problem, chosen, call).launch
+    outputs, saved = oracle.forward(call.tensors[:2], (), (None, None))
+    weights = 2 * outputs[0]
+    gradients = oracle.backward_or_default(saved, (weights,), (True, False), (), (None, None))
+    out, dx, _ = toy_chain.oracle(*operands[:2], weights, 16, True)
+    assert torch.equal(outputs[0], out) and torch.equal(gradients[0], dx) and gradients[1] is None
 
 
 @pytest.mark.parametrize("toy", TOYS)

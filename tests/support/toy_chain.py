@@ -7,7 +7,7 @@ import torch
 import toy_scale
 
 from layout_tuner import reference
-from layout_tuner.ops.chain import autograd, chain, compiled
+from layout_tuner.ops.chain import autograd, by_reference, chain, compiled
 from layout_tuner.ops.chain.stages import Facts
 from layout_tuner.spec import layouts
 from layout_tuner.spec.declaration import OpSpec, Problem
@@ -44,8 +44,7 @@ class Toy(chain.Chain[Saved]):
     def launch_backward(
         self, saved: Saved, grads: Sequence[Any], wanted: Sequence[bool], scalars: object, packed: chain.Packed
     ) -> Outputs:
-        G = layouts.in_layout(saved.G, self.layout)
-        (dx,) = self.scale(grads[0], G, *packed)
+        (dx,) = self.scale(grads[0], layouts.in_layout(saved.G, self.layout), *packed)
         (dg,) = self.sum_back((dx * saved.x).float().sum(-1) * 0.6931471805599453, None, *packed)
         return dx if wanted[0] else None, dg if wanted[1] else None
 
@@ -73,6 +72,7 @@ SPEC = OpSpec(
     moves_inputs=False,
     unsupported=toy_scale.SPEC.unsupported,
     bind=lambda problem, candidate: Toy(problem, candidate.plan["g"]),
+    by_reference=by_reference.ChainByReference,
     reference=oracle,
     forms={"training": "BT=16,g=float32@STRIDE_HV,grad=1"},
     tolerances={"out": 0.005, "dx": 0.005, "dg": 0.005},
