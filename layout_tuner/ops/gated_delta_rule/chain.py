@@ -105,13 +105,13 @@ class Chain(chain.Chain[Saved]):
 
         self.raw_layout = layouts.as_read(form.arrival("g") or Layout.STRIDE_HV)
         raw = {"g": Facts(form.dtype("g") or main, self.raw_layout)}
-        bias = {**given("A_log"), **given("dt_bias")}
+        parameters = {**given("A_log"), **given("dt_bias")}
         gate = {"g": Facts("float32", layout)} if self.gated else {}
         gates = {**gate, "beta": Facts("float32", layout)}
         state, h0 = given("initial_state"), given("initial_state", "h0")
         if self.fused_gate:
             self.sum_gate = self.stage(
-                "gdn_gate_chunk_cumsum", {**raw, **bias}, {"out": layout}, output_dtype="float32", resets=True
+                "gdn_gate_chunk_cumsum", {**raw, **parameters}, {"out": layout}, output_dtype="float32", resets=True
             )
         elif self.gated:
             self.sum_gate = self.stage("chunk_local_cumsum", raw, {"out": layout}, output_dtype="float32", resets=True)
@@ -149,14 +149,14 @@ class Chain(chain.Chain[Saved]):
                 summed = {"out": layout if self.fused_gate else Layout.STRIDE_HV}
                 self.sum_dg = self.stage("chunk_local_cumsum", gate, summed, output_dtype="float32", reverse=True)
             if self.fused_gate:
-                gate_reads = {**raw, **bias, "dyg": Facts("float32", layout)}
+                gate_reads = {**raw, **parameters, "dyg": Facts("float32", layout)}
                 self.gate_bwd = self.stage("gdn_gate_bwd", gate_reads, {"dg": Layout.STRIDE_HV}, resets=True)
         self.beta_gate = BetaGate(problem, layout)
         self.row_norm = RowNorm(problem) if form.flag("use_qk_l2norm_in_kernel") else None
 
     def launch_forward(self, inputs: Sequence[Any], scalars: Scalars, packed: Packed) -> tuple[Outputs, Saved]:
         """The forward, stage by stage."""
-        q, k, v, g, beta, A_log, dt_bias, initial_state = inputs
+        q, k, v, g, beta, *parameters, initial_state = inputs
         (scale,), (cu_seqlens, chunk_indices) = scalars, packed
         if cu_seqlens is not None:
             chunk_indices = chunks_of(cu_seqlens, chunk_indices, self.BT, v.shape[1])
@@ -168,12 +168,12 @@ class Chain(chain.Chain[Saved]):
         G = g
         if self.fused_gate:
             raw_g = g
-            (G,) = self.sum_gate(g, A_log, dt_bias, RCP_LN2, *packed)
+            (G,) = self.sum_gate(g, *parameters, RCP_LN2, *packed)
         elif self.gated:
             (G,) = self.sum_gate(g, RCP_LN2, *packed)
         strength = self.beta_gate.forward(beta)
         o, final_state, A = self.inner_forward(q, k, v, G, strength, initial_state, scale, packed)
-        saved = Saved(q, k, v, G, strength, A, initial_state, q_rstd, k_rstd, raw_g, A_log, dt_bias)
+        saved = Saved(q, k, v, G, strength, A, initial_state, q_rstd, k_rstd, raw_g, *parameters)
         return (o, final_state), saved
 
     def _staged_forward(
@@ -206,7 +206,7 @@ class Chain(chain.Chain[Saved]):
         if cu_seqlens is not None:
             chunk_indices = chunks_of(cu_seqlens, chunk_indices, self.BT, saved.v.shape[1])
         packed = (cu_seqlens, chunk_indices)
-        wants_q, wants_k, wants_v, wants_g, wants_beta, wants_A, wants_bias, wants_h0 = wanted
+        wants_q, wants_k, _, wants_g, wants_beta, *wants_parameters, _ = wanted
         q, k, v, A, initial_state = saved.q, saved.k, saved.v, saved.A, saved.initial_state
         G = None if saved.g is None else layouts.in_layout(saved.g, self.layout)
         beta = layouts.in_layout(saved.beta, self.layout)
@@ -221,19 +221,11 @@ class Chain(chain.Chain[Saved]):
             norm = self.row_norm
             dq = norm.backward(q, present(saved.q_rstd), present(dq), cu_seqlens) if wants_q else None
             dk = norm.backward(k, present(saved.k_rstd), present(dk), cu_seqlens) if wants_k else None
-        dg, dA_log, ddt_bias = self._gate_gradients(saved, dG, wants_g, wants_A or wants_bias, packed)
+        dg, *dparameters = self._gate_gradients(saved, dG, wants_g, any(wants_parameters), packed)
         if wants_beta:
             dbeta = self.beta_gate.backward(beta, present(dbeta))
-        return Gradients(
-            dq if wants_q else None,
-            dk if wants_k else None,
-            dv if wants_v else None,
-            dg if wants_g else None,
-            dbeta if wants_beta else None,
-            dA_log if wants_A else None,
-            ddt_bias if wants_bias else None,
-            dh0 if wants_h0 else None,
-        )
+        found = (dq, dk, dv, dg, dbeta, *dparameters, dh0)
+        return Gradients._make([gradient if wants else None for gradient, wants in zip(found, wanted, strict=True)])
 
     def _staged_backward(
         self,
@@ -318,7 +310,7 @@ class Chain(chain.Chain[Saved]):
         wants_g: bool,
         wants_parameters: bool,
         packed: Packed,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    ) -> Outputs:
         """Gradients of the gate and its parameters from that of the cumulative gate; row-major."""
         if dG is None or not (wants_g or wants_parameters):
             return None, None, None
@@ -326,5 +318,4 @@ class Chain(chain.Chain[Saved]):
         if not self.fused_gate:
             return dg, None, None
         raw_g = layouts.in_layout(present(saved.raw_g), self.raw_layout)
-        dg, dA_log, ddt_bias = self.gate_bwd(raw_g, saved.A_log, saved.dt_bias, dg, *packed)
-        return dg, dA_log, ddt_bias
+        return self.gate_bwd(raw_g, saved.A_log, saved.dt_bias, dg, *packed)

@@ -9,7 +9,7 @@ from ...launch.prepared import present
 from ...spec.packing import chunks_of
 from ...spec.watched import any_nested, plain
 from ..chain import autograd
-from .arguments import check
+from .arguments import check, operands
 from .spec import SPEC
 
 
@@ -77,35 +77,25 @@ def chunk_gated_delta_rule(
 
     Source: Yang, Kautz, Hatamizadeh 2024, Gated Delta Networks, arXiv:2412.06464, section 3.3.
     """
-    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
-    if is_compiling() or getattr(q, "is_meta", False) or not plain(*tensors) or any_nested(q, k, v, g, beta):
-        from .compiled import traced_chain
-
-        return traced_chain(
-            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-            use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, cu_seqlens_cpu, chunk_indices,
-            cp_context, use_gate_in_kernel, A_log, dt_bias, chunk_size,
-        )  # fmt: skip
-    flags = (
+    tensors: tuple[torch.Tensor | None, ...] = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    options = (
         output_final_state,
         use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel,
         allow_neg_eigval,
         state_v_first,
         use_gate_in_kernel,
+        chunk_size,
     )
-    check(tensors, (*flags, chunk_size), scale, cu_seqlens, cu_seqlens_cpu, chunk_indices, cp_context)
-    if not use_gate_in_kernel:
-        A_log = dt_bias = None
-    A_log = None if A_log is None else A_log.reshape(-1)
-    dt_bias = None if dt_bias is None else dt_bias.reshape(-1)
-    kind = q.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    given = (tensors, options, scale, cu_seqlens, cu_seqlens_cpu, chunk_indices, cp_context)
+    if is_compiling() or getattr(q, "is_meta", False) or not plain(*tensors) or any_nested(q, k, v, g, beta):
+        from .compiled import traced_chain
+
+        return traced_chain(*given)
+    check(*given)
+    tensors = operands(tensors, options)
     if cu_seqlens is not None and cu_seqlens_cpu is not None:
         chunk_indices = chunks_of(cu_seqlens, chunk_indices, chunk_size, q.shape[1], cu_seqlens_cpu)
-    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     scalars = (None if scale is None else float(scale),)
-    o, final_state = autograd.call(SPEC, tensors, (*flags, chunk_size), scalars, cu_seqlens, chunk_indices)
+    o, final_state = autograd.call(SPEC, tensors, options, scalars, cu_seqlens, chunk_indices)
     return present(o), final_state
