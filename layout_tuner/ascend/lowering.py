@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import layout_tuner.kernels
+from layout_tuner.kernels import time_axis
 
 from .compile.compiler import Answer, Constexpr, Request
 from .facts import KernelFacts, analyse
@@ -22,7 +22,7 @@ _INT32: Final = range(-(1 << 31), 1 << 31)
 # Tasks of a packed batch that are followed: they differ, and following all would take long.
 _SAMPLES: Final = 8
 # What a kernel of any other folder may import too.
-_KERNELS: Final = {layout_tuner.kernels.__name__: str(Path(inspect.getfile(layout_tuner.kernels)).resolve().parent)}
+_KERNELS: Final = {time_axis.__name__.rpartition(".")[0]: str(Path(inspect.getfile(time_axis)).resolve().parent)}
 # The number of tasks that a persistent kernel's programs share, by the names kernels give it.
 TASKS: Final = ("TASKS", "n_tasks")
 

@@ -78,7 +78,7 @@ def _forward(said: _Call, inputs: Sequence[Tensor | None]) -> tuple[Outputs, tup
             outputs, saved = chain.forward(arranged, said.scalars, packed)
         return outputs, (chain, saved)
 
-    operands = (*inputs, *[None] * (len(said.spec.operands) - len(inputs)))
+    operands = (*inputs, *said.spec.withheld)
     return router.call_by(said.spec, run, operands, said.options, said.scalars, *packed)
 
 

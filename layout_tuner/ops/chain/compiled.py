@@ -54,8 +54,7 @@ def traced(
         tunable: Whether the tensors are in memory, so that tuning is possible.
     """
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    later = [None] * missing(spec.name)
-    note((*inputs, *later, cu_seqlens, chunk_indices))
+    note((*inputs, *withheld(spec.name), cu_seqlens, chunk_indices))
     fix(spec.name, inputs)
     said = ticket(spec.name, (*options, grad), tuple([x is not None for x in scalars]), tunable)
     results = OPERATORS[spec.name](*inputs, cu_seqlens, chunk_indices, cu_seqlens_cpu, *scalars, said)
@@ -64,10 +63,9 @@ def traced(
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def missing(op: str) -> int:
-    """How many operands of an op no caller passes."""
-    spec = registry.lookup(op)
-    return len(spec.operands) - len(operands_of(spec))
+def withheld(op: str) -> tuple[None, ...]:
+    """None for each operand of an op that no caller passes."""
+    return registry.lookup(op).withheld
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -254,7 +252,7 @@ def gradient_dtypes(said: str, wanted: tuple[bool, ...]) -> tuple[torch.dtype | 
     with watched.apart(), launcher.recording():
         chunks = None if call.cu_seqlens is None else stand_in(call.cu_seqlens, what.BT)
         outputs, saved = pretended_forward(what, chain)
-        grads = outputs[: missing(what.spec.name)]
+        grads = outputs[: len(what.spec.withheld)]
         found = chain.backward(saved, grads, wanted, call.scalars, (call.cu_seqlens, chunks))
     return tuple(None if gradient is None else gradient.dtype for gradient in found)
 
@@ -313,7 +311,7 @@ def _backward(spec: OpSpec, ctx: Any, grads: Sequence[Tensor | None]) -> tuple[T
     wanted = [bool(wants) for wants in ctx.needs_input_grad[:count]]
     # torch settles single tensors and lists of tensors for an operator, and forgets lists in which some are None.
     saved = [watched.settled(x) for x in saved]
-    given = [watched.settled(x) for x in grads[: missing(spec.name)]]
+    given = [watched.settled(x) for x in grads[: len(spec.withheld)]]
     lists = (cu_seqlens, chunk_indices, cu_seqlens_cpu)
     found = BACKWARDS[spec.name](saved, given, *lists, ctx.scalars, wanted, ctx.said)
     cast = [

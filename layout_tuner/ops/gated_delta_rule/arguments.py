@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedProblemError
-from ...launch.prepared import present
 from ...spec import calls
 from ...spec.operands import Call
 from .spec import SPEC
@@ -27,7 +26,7 @@ def operands(tensors: tuple[Tensor | None, ...], options: tuple[bool | int, ...]
         options: As `SPEC` lists them, without `grad`.
     """
     q, k, v, g, beta, *parameters, initial_state = tensors
-    q, k, v = present(q), present(k), present(v)
+    assert q is not None and k is not None and v is not None
     use_gate_in_kernel = options[5]  # without it nothing reads them
     parameters = [x.reshape(-1) if x is not None and use_gate_in_kernel else None for x in parameters]
     kind = q.device.type

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch.compiler import is_compiling
 
-from ...launch.prepared import present
 from ...spec.packing import chunks_of
 from ...spec.watched import any_nested, plain
 from ..chain import autograd
@@ -98,4 +97,5 @@ def chunk_gated_delta_rule(
         chunk_indices = chunks_of(cu_seqlens, chunk_indices, chunk_size, q.shape[1], cu_seqlens_cpu)
     scalars = (None if scale is None else float(scale),)
     o, final_state = autograd.call(SPEC, tensors, options, scalars, cu_seqlens, chunk_indices)
-    return present(o), final_state
+    assert o is not None
+    return o, final_state
