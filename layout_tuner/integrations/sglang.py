@@ -101,6 +101,7 @@ def prefill(
     h, v_new, final_state = ops.chunk_gated_delta_rule_fwd_h(
         k, w, u, g, initial_state=initial_state, output_final_state=True, chunk_size=BT, state_v_first=True, **packed
     )
+    assert v_new is not None and final_state is not None
     o = ops.chunk_fwd_o(q, k, v_new, h, g, chunk_size=BT, state_v_first=True, **packed)
     if inplace_update:
         ssm_states[cache_indices] = final_state.to(ssm_states.dtype)

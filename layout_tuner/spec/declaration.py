@@ -188,6 +188,16 @@ class OpSpec:
         """The option that says that gradients are wanted, where the op has one."""
         return next((option for option in self.options if option.differentiates), None)
 
+    @functools.cached_property
+    def withheld(self) -> tuple[None, ...]:
+        """None for each operand that no caller passes: the gradients of outputs."""
+        return (None,) * len([operand for operand in self.operands if operand.given_with])
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether its candidates run other ops, forward and backward, and launch few kernels of their own."""
+        return self.gradient_option is not None
+
     def v_first(self, form: Form) -> bool:
         """Whether states of a form have V ahead of K."""
         return any(option.turns_states and form.flag(option.label) for option in self.options)
@@ -366,7 +376,7 @@ class OpSpec:
         if name in self.callers:
             return self.caller_forms[name]
         if "=" in name:
-            form = Form.parse(name)
+            form = self.arrived(Form.parse(name))
             faults = self.form_faults(form)
             if faults:
                 raise ConfigError(f"form {name!r}: " + "; ".join(faults))
@@ -376,6 +386,12 @@ class OpSpec:
             entries |= form.entries
             return Form({entry: value for entry, value in entries.items() if flags.get(entry) != value})
         raise ConfigError(f"{self.name} has no form {name!r} (it has {', '.join([*self.forms, *self.callers])})")
+
+    def arrived(self, form: Form) -> Form:
+        """A form with the layout of every time-axis tensor: one that states a dtype alone arrives as models have it."""
+        time_axis = {operand.name: operand.dtypes for operand in self.operands if operand.time_axis}
+        bare = {name: value for name, value in form.entries.items() if value in time_axis.get(name, ())}
+        return form.changed(**{name: f"{dtype}@{Layout.STRIDE_HV.value}" for name, dtype in bare.items()})
 
     def form_faults(self, form: Form) -> list[str]:
         """What is wrong with the entries of a form: names the op does not have, values no call leads to, gaps."""
