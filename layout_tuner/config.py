@@ -128,6 +128,7 @@ class Routing(Section):
     """Whose calls are routed, and what becomes of those for which no kernel here is right."""
 
     fla: bool = True
+    serving: bool = False
     on_wrong: Literal["reference", "error"] = "reference"
 
 

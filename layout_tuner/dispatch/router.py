@@ -387,6 +387,7 @@ elsewhere: Callable[..., Outputs] | None = None
 _current: Router = _DEFAULT
 _last = _DEFAULT.prepared.last  # the current router's; one look-up less at every call
 _entries: dict[int, Router] = {}
+_leaving: dict[int, Callable[[], None]] = {}  # what ends with an entry
 _tickets = itertools.count()
 _stack_lock = ProcessLock()
 
@@ -397,11 +398,13 @@ def activate(router: Router) -> None:
     _current, _last = router, router.prepared.last
 
 
-def push(router: Router) -> int:
-    """Make a router the newest entry; returns the ticket with which `remove` takes it out again."""
+def push(router: Router, leave: Callable[[], None] | None = None) -> int:
+    """Make a router the newest entry; returns the ticket with which `remove` takes it out again, then calls `leave`."""
     with _stack_lock:
         ticket = next(_tickets)
         _entries[ticket] = router
+        if leave is not None:
+            _leaving[ticket] = leave
         activate(router)
     return ticket
 
@@ -422,16 +425,24 @@ def holds(ticket: int | None) -> bool:
 def remove(ticket: int | None) -> None:
     """Remove an entry, wherever in the stack it is; without effect once it is gone."""
     with _stack_lock:
+        leave = None
         if ticket is not None:
             _entries.pop(ticket, None)
+            leave = _leaving.pop(ticket, None)
         activate(next(reversed(_entries.values()), _DEFAULT))
+    if leave is not None:
+        leave()
 
 
 def clear() -> None:
     """Remove every entry."""
     with _stack_lock:
+        leaving = list(_leaving.values())
         _entries.clear()
+        _leaving.clear()
         activate(_DEFAULT)
+    for leave in leaving:
+        leave()
 
 
 def active() -> bool:
