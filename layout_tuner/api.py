@@ -46,6 +46,7 @@ class Enabled:
 
     def __enter__(self) -> Enabled:
         if self._router is not None:
+            self.sync()
             entry = taken(self._unscoped)
             # Open already, left before, or a decorator: entering it again routes again.
             self._open.append(entry if entry is not None and router.holds(entry) else router.push(self._router))
@@ -82,6 +83,12 @@ class Enabled:
 
         return Routed(self, function)
 
+    def sync(self) -> None:
+        """Where misses wait for the ranks, have them tuned together if it is time."""
+        made = self._router
+        if made is not None and "sync" in (made.on_miss, made.config.tuning.on_miss):
+            importlib.import_module(".syncing", __package__).entering(made)
+
     def withdraw(self) -> None:
         """Remove the entry that the call of `enable` pushed, unless a scope is open with it."""
         router.remove(taken(self._unscoped))
@@ -114,6 +121,7 @@ class Routed(Generic[P, R]):
         made = self._entry._router
         if made is None:
             return self._function(*args, **kwargs)
+        self._entry.sync()
         entry = router.push(made)
         try:
             return self._function(*args, **kwargs)
@@ -194,8 +202,10 @@ def enable(
     Args:
         config: Settings, or the path of a `tuner.toml`; None finds them as `Config.load` does.
         cache: File of decisions; None takes the settings' one, else the user's cache folder.
-        on_miss: `tune`, `default` or `error`; None follows the settings, which by default tune on an accelerator in
-            a single process and run the default candidate elsewhere.
+        on_miss: `tune`, `default`, `error` or `sync`; None follows the settings, which by default tune on an
+            accelerator in a single process and run the default candidate elsewhere. `sync` is the choice for training
+            in several ranks: calls run the default, and every `[routing] sync_every` entries of a scope, or calls of a
+            decorated function, the first among them, the ranks tune together what any of them missed.
         fla: Also take over calls of flash-linear-attention, where it is installed and `[routing] fla` is set; imported
             before or after.
 
@@ -212,8 +222,8 @@ def enable(
         TypeError: `config` is no settings and no path.
     """
     faults = Faults()
-    if on_miss not in (None, "tune", "default", "error"):
-        faults.texts.append(f"enable: on_miss: wanted 'tune', 'default', 'error' or None, got {on_miss!r}")
+    if on_miss not in (None, "tune", "default", "error", "sync"):
+        faults.texts.append(f"enable: on_miss: wanted 'tune', 'default', 'error', 'sync' or None, got {on_miss!r}")
     settings, wanted, off = Config(), {}, False
     with faults.gathered():
         settings = config if isinstance(config, Config) else Config.load(config)

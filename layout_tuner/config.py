@@ -25,7 +25,7 @@ from .errors import REFUSAL, REFUSED, ConfigError
 PREFIX = "LAYOUT_TUNER_"
 FILE = "tuner.toml"
 
-Policy = Literal["auto", "tune", "default", "error"]
+Policy = Literal["auto", "tune", "default", "error", "sync"]
 
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
@@ -129,6 +129,7 @@ class Routing(Section):
 
     fla: bool = True
     on_wrong: Literal["reference", "error"] = "reference"
+    sync_every: Annotated[int, Field(ge=1)] = 100
 
 
 class Ascend(Section):
