@@ -43,10 +43,12 @@ class Enabled:
         # their append and pop are atomic: threads may share an entry.
         self._open: list[int] = []
         self._unscoped = [] if made is None else [router.push(made)]
+        self._syncs = made is not None and "sync" in (made.on_miss, made.config.tuning.on_miss)
 
     def __enter__(self) -> Enabled:
         if self._router is not None:
-            self.sync()
+            if self._syncs:
+                self.sync()
             entry = taken(self._unscoped)
             # Open already, left before, or a decorator: entering it again routes again.
             self._open.append(entry if entry is not None and router.holds(entry) else router.push(self._router))
@@ -84,10 +86,9 @@ class Enabled:
         return Routed(self, function)
 
     def sync(self) -> None:
-        """Where misses wait for the ranks, have them tuned together if it is time."""
-        made = self._router
-        if made is not None and "sync" in (made.on_miss, made.config.tuning.on_miss):
-            importlib.import_module(".syncing", __package__).entering(made)
+        """Have what the ranks missed tuned together, if it is time."""
+        if self._router is not None:
+            importlib.import_module(".syncing", __package__).entering(self._router)
 
     def withdraw(self) -> None:
         """Remove the entry that the call of `enable` pushed, unless a scope is open with it."""
@@ -121,7 +122,8 @@ class Routed(Generic[P, R]):
         made = self._entry._router
         if made is None:
             return self._function(*args, **kwargs)
-        self._entry.sync()
+        if self._entry._syncs:
+            self._entry.sync()
         entry = router.push(made)
         try:
             return self._function(*args, **kwargs)

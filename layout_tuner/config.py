@@ -337,6 +337,13 @@ def variables(names: Iterable[str]) -> dict[str, str]:
     return {name: os.environ[name].strip() for name in names if name in os.environ}
 
 
+def torchrun() -> dict[str, str]:
+    """What torchrun, or another launcher of torch.distributed, says of this process; empty where none started it."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    stated = variables((*names, "LOCAL_RANK"))
+    return stated if set(names) <= stated.keys() and stated["WORLD_SIZE"].isdigit() else {}
+
+
 def enable_interpreter() -> None:
     """Make Triton run kernels in its interpreter; has to come before the first import of Triton."""
     os.environ["TRITON_INTERPRET"] = "1"

@@ -1,10 +1,16 @@
 """Many ranks, one decision: keys are dealt, all follow the same, and no fault of one rank keeps the others."""
 
+import json
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import rank_scenarios as scenarios
+from command import Result, finish, rows, run_here, shape, shapes_file
 from hardware import INTERPRETED
 from layout_tuner.cache.sharing.share import export_file
 from layout_tuner.cache.sqlite.file import Store
@@ -205,3 +211,52 @@ def test_scopes_tune_together_every_so_many_entries(crew: Crew, tmp_path: Path, 
     for each in done:
         for ran in each["ran"][2:]:
             assert "20 measured" in ran and not [one for one in ran if "default" in one]
+
+
+def started(folder: Path, *arguments: object, size: int = 2, files: bool = False) -> list[Result]:
+    """The command in as many ranks, with the variables that torchrun sets; without its agent, rank 0 has the store."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for rank in range(size):
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "localhost"}
+        cache = folder / (f"{rank}.sqlite" if files else "one.sqlite")
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "layout_tuner.cli", "warmup", "--cache", str(cache), *map(str, arguments)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=os.environ | {name: str(value) for name, value in variables.items()} | {"MASTER_PORT": str(port)},
+            )
+        )
+    return [finish(process) for process in processes]
+
+
+def test_the_command_shares_keys_with_the_ranks_that_torchrun_started(tmp_path: Path) -> None:
+    file = shapes_file(tmp_path, shape(T=[16, 18, 20]))
+    done = started(tmp_path, "--shapes", file, "--json")
+    assert [each.status for each in done] == [0, 0], done
+    told = json.loads(done[0].out)
+    assert not done[1].out, "one rank prints"
+    assert [row["status"] for row in told["keys"]] == ["tuned"] * 3
+    assert told["agreed"] is True
+    assert rows(tmp_path / "one.sqlite") == 3
+
+
+def test_every_rank_of_the_command_ends_with_the_worst_status(tmp_path: Path) -> None:
+    file = shapes_file(tmp_path, shape(T=[16]))
+    (tmp_path / "1.sqlite").mkdir()
+    done = started(tmp_path, "--shapes", file, "--distributed", files=True)
+    assert [each.status for each in done] == [2, 2], done
+    assert "rank 1: " in done[0].out and "1.sqlite" in done[0].out
+    assert rows(tmp_path / "0.sqlite") == 1
+
+
+def test_ranks_are_asked_for_where_nothing_started_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = run_here(["warmup", "--shapes", tmp_path / "none.json", "--distributed"], monkeypatch, capsys)
+    assert done.status == 2
+    assert "torchrun --nproc-per-node N -m layout_tuner.cli warmup --distributed" in " ".join(done.err.split())

@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from ..errors import ConfigError, LayoutTunerError
 
@@ -25,6 +26,8 @@ Said = dict[str, Any]
 
 # A wait holds the connection of a store, which other threads of a process may share: never for longer at a time.
 SLICE_S = 1.0
+# How long the process that may keep the store stays for the others to read it.
+STAYS_S = 10.0
 
 
 class StoreLostError(LayoutTunerError):
@@ -65,6 +68,17 @@ class Ranks:
             raise ConfigError("group: its backend keeps no store that ranks could talk through")
         clone = getattr(store, "clone", None)  # a connection of its own, from torch 2.8 on
         return cls(store if clone is None else clone(), rank, dist.get_world_size(chosen), timeout_of(chosen, store))
+
+    @classmethod
+    def started(cls, timeout_s: float) -> Ranks:
+        """The ranks that a launcher such as torchrun started. No backend is needed: they talk through its store.
+
+        Raises:
+            StoreLostError: The launcher's store is not there.
+        """
+        with answering():
+            store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+        return cls(store, rank, size, timeout_s)
 
     @classmethod
     def alone(cls) -> Ranks:
@@ -114,6 +128,25 @@ class Ranks:
             answer = json.loads(store.get("verdict"))
         return Meeting(store=store, present=tuple(answer["present"]), verdict=answer["verdict"], ranks=self)
 
+    def worst(self, status: int, patience_s: float) -> int:
+        """The greatest exit status of all ranks, at least 1 where one is missing.
+
+        Rank 0, whose process may keep the store, stays until the others have read it.
+        """
+        try:
+            meeting = self.meet("status", {"status": status}, worst_status, patience_s=patience_s)
+            worst = max(int(meeting.verdict["status"]), int(bool(meeting.absent)), status)
+            with answering():
+                self.store.add("left", 1)
+                deadline = time.monotonic() + STAYS_S
+                while (
+                    self.rank == 0 and self.store.add("left", 0) < len(meeting.present) and time.monotonic() < deadline
+                ):
+                    time.sleep(0.02)
+        except StoreLostError:
+            return max(status, 1)
+        return worst
+
     def _number(self, kind: str) -> int:
         """The number of the meeting to join: the latest that this rank was not in, else a new one.
 
@@ -128,6 +161,11 @@ class Ranks:
             number = int(self.store.compare_set(latest, str(number), str(joined + 1)))
         self.store.add(own, number - joined)
         return number
+
+
+def worst_status(heard: Mapping[int, Said]) -> Said:
+    """The judge of exit statuses."""
+    return {"status": max(said["status"] for said in heard.values())}
 
 
 @dataclass(frozen=True, kw_only=True)

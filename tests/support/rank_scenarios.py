@@ -18,7 +18,7 @@ import layout_tuner
 from layout_tuner.config import Config
 from layout_tuner.device import driver
 from layout_tuner.device.environment import environment
-from layout_tuner.dispatch import router
+from layout_tuner.dispatch import decisions, router
 from layout_tuner.dispatch.router import Router
 from layout_tuner.errors import ConfigError, TuningError
 from layout_tuner.ranks import together
@@ -190,6 +190,8 @@ def sync(rank: int, folder: Path, steps: int, every: int, scopes: str) -> dict[s
     """Steps inside `enable(on_miss="sync")`; rank 1 meets a key that the others do not."""
     config = Config(cache={"path": str(folder / "sync.sqlite")}, routing={"sync_every": every, "fla": False})
     ran: list[list[str]] = []
+    make_timer = decisions.make_timer
+    decisions.make_timer = lambda device, config: set_times(dict.fromkeys(CANDIDATES, 10.0) | {winner(rank): 5.0})
 
     def step() -> None:
         for T in (20, 24) if rank == 1 else (20,):
@@ -205,4 +207,5 @@ def sync(rank: int, folder: Path, steps: int, every: int, scopes: str) -> dict[s
         else:
             with layout_tuner.enable(config, on_miss="sync"):
                 step()
+    decisions.make_timer = make_timer
     return {"ran": ran, "all agree": layout_tuner.check_ranks().agreed}
