@@ -18,9 +18,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from ..errors import ConfigError, LayoutTunerError
+
+if dist.is_available():  # there are builds of torch without it
+    from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+    from torch.distributed.rendezvous import rendezvous
 
 Said = dict[str, Any]
 
@@ -44,8 +47,8 @@ class Ranks:
         timeout_s: Seconds of silence after which a rank is given up.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
-        self.store = dist.PrefixStore("layout_tuner", store)
+    def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
+        self.store = PrefixStore("layout_tuner", store)
         self.rank = rank
         self.size = size
         self.timeout_s = timeout_s
@@ -63,7 +66,7 @@ class Ranks:
         rank = -1 if chosen is None or not isinstance(chosen, dist.ProcessGroup) else dist.get_rank(chosen)
         if chosen is None or rank < 0:
             raise ConfigError(f"group: wanted a process group that this process is in, got {group!r}")
-        store: dist.Store | None = dist.distributed_c10d._world.pg_map[chosen][1]
+        store: Store | None = dist.distributed_c10d._world.pg_map[chosen][1]
         if store is None:
             raise ConfigError("group: its backend keeps no store that ranks could talk through")
         clone = getattr(store, "clone", None)  # a connection of its own, from torch 2.8 on
@@ -83,7 +86,7 @@ class Ranks:
     @classmethod
     def alone(cls) -> Ranks:
         """A group of one, where torch.distributed is not in use."""
-        return cls(dist.HashStore(), 0, 1, 1.0)
+        return cls(HashStore(), 0, 1, 1.0)
 
     def meet(
         self,
@@ -112,7 +115,7 @@ class Ranks:
         awaited = set(range(self.size)) if expected is None else set(expected)
         patience_s = self.timeout_s if patience_s is None else min(patience_s, self.timeout_s)
         with answering():
-            store = dist.PrefixStore(f"{kind}/{self._number(kind)}", self.store)
+            store = PrefixStore(f"{kind}/{self._number(kind)}", self.store)
             text = json.dumps(said, sort_keys=True)
             name = hashlib.sha256(text.encode()).hexdigest()[:24]
             store.set(f"said/{name}", text)
@@ -179,7 +182,7 @@ class Meeting:
         ranks: The ranks of the group.
     """
 
-    store: dist.Store
+    store: Store
     present: tuple[int, ...]
     verdict: Said
     ranks: Ranks
@@ -198,7 +201,7 @@ class Log:
         name: Its name there.
     """
 
-    def __init__(self, store: dist.Store, name: str) -> None:
+    def __init__(self, store: Store, name: str) -> None:
         self.store = store
         self.name = name
         self.entries: list[Said] = []
@@ -238,7 +241,7 @@ def answering() -> Iterator[None]:
         raise StoreLostError(f"the store of the group does not answer: {first_line(error)}") from error
 
 
-def waited(store: dist.Store, name: str, seconds: float) -> bool:
+def waited(store: Store, name: str, seconds: float) -> bool:
     """Whether a value is there, after waiting for it so long at most."""
     deadline = time.monotonic() + max(seconds, 0.0)
     while not store.check([name]):
@@ -256,14 +259,17 @@ def waited(store: dist.Store, name: str, seconds: float) -> bool:
     return True
 
 
-def timeout_of(group: dist.ProcessGroup, store: dist.Store) -> float:
+def timeout_of(group: dist.ProcessGroup, store: Store) -> float:
     """The timeout of a group, in seconds; where its backend does not tell, that of its store."""
     for device in getattr(group, "_device_types", ()):
         options = getattr(group._get_backend(device), "options", None)
         timeout = getattr(options, "_timeout", None)
         if isinstance(timeout, timedelta):
             return timeout.total_seconds()
-    return float(store.timeout.total_seconds())
+    timeout = getattr(store, "timeout", None)
+    return (
+        timeout.total_seconds() if isinstance(timeout, timedelta) else dist.constants.default_pg_timeout.total_seconds()
+    )
 
 
 def first_line(error: BaseException) -> str:
