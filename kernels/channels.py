@@ -39,8 +39,8 @@ def load_row(
     STRIDE: tl.constexpr,
 ):
     """Row `row` of `tokens` in fp32; 0 where there is no such row and outside D."""
-    m_x = (o_c < D) & ((row >= 0) & (row < tokens))
-    return tl.load(p_x + row * STRIDE + o_c, mask=m_x, other=0.0).to(tl.float32)
+    columns = tl.where((row >= 0) & (row < tokens), D, 0)
+    return tl.load(p_x + row * STRIDE + o_c, mask=o_c < columns, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -19,6 +19,8 @@ R is never a row after t: a token's result does not change in a bit with the tok
 import triton
 import triton.language as tl
 
+from .channels import load_row
+
 # Binary digits that a factor of a bounded gate's product takes of the other's.
 SHIFT = tl.constexpr(54.0)
 
@@ -42,8 +44,8 @@ def load_references(
         m_ref = (o_ref >= i_s * 16)[:, None] & (o_c < K)[None, :]
         b_R = tl.load(p_g + o_ref[:, None] * STRIDE + o_c[None, :], mask=m_ref, other=0.0).to(tl.float32)
     else:
-        b_R = tl.load(p_g + i_s * 16 * STRIDE + o_c, mask=(o_c < K) & (i_s * 16 < tokens), other=0.0)
-        b_R = tl.broadcast_to(b_R.to(tl.float32)[None, :], [16, o_c.shape[0]])
+        b_R = load_row(p_g, i_s * 16, tokens, o_c, K, STRIDE)
+        b_R = tl.broadcast_to(b_R[None, :], [16, o_c.shape[0]])
     return b_R
 
 

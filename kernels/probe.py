@@ -70,7 +70,7 @@ def offset_probe(
     tl.store(found + 1, time_axis_stride(HV, T_CONTIG, C))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "NT", "N", "TASKS"])
 def channel_probe(
     x,
     out,

@@ -14,6 +14,7 @@ from timers import SetTimer, set_times
 from torch.utils.checkpoint import checkpoint
 
 from layout_tuner.config import Config
+from layout_tuner.device import driver
 from layout_tuner.device.interpreter import mend_interpreter
 from layout_tuner.dispatch import router
 from layout_tuner.dispatch.choices import Choice
@@ -242,7 +243,7 @@ def test_a_checkpoint_repeats_a_default_taken_for_want_of_memory(
 ) -> None:
     """Memory that is free by the time of the backward lets nothing be tuned within the repeated region."""
     free = [0]
-    monkeypatch.setattr(router.driver, "free_bytes", lambda _: free[0])
+    monkeypatch.setattr(driver, "free_bytes", lambda _: free[0])
     winner = "sub/g=STRIDE_HV"
     times = {name: 2.0 if name == winner else 10.0 for name in CANDIDATES}
     made = Asked(Config(cache={"path": str(tmp_path / "decisions.sqlite")}), set_times(times))

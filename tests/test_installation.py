@@ -68,6 +68,7 @@ def test_two_tritons_in_one_folder(install: Install) -> None:
     assert 'pip uninstall -y triton triton-ascend, then pip install --no-deps "triton-ascend==3.2.0"' in said()
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="triton-ascend is for Python 3.11 and older")
 def test_a_triton_ascend_whose_files_went_with_triton(install: Install, hidden, tmp_path: Path) -> None:
     """As after installing `triton` over it and uninstalling that again."""
     hidden("triton")
@@ -89,7 +90,8 @@ def test_a_python_without_a_triton_ascend(install: Install, hidden, monkeypatch:
     assert 'torch_npu 2.7.1.post2 is here without triton-ascend: pip install -e ".[npu]"' in said()
 
 
-def test_a_plain_triton_beside_torch_npu(install: Install, hidden) -> None:
+def test_a_plain_triton_beside_torch_npu(install: Install, hidden, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installation.sys, "version_info", (3, 11, 7, "final", 0))
     hidden("triton-ascend", "torch")
     install("triton", "3.6.0")
     install("torch_npu", "2.7.1")

@@ -22,7 +22,7 @@ from triton.runtime import jit
 from layout_tuner.device import driver
 from layout_tuner.launch import direct, launcher
 
-NUMBERS = {"T", "NT", "N", "rows", "ROW_BLOCKS", "TASKS"}
+NUMBERS = {"T", "NT", "N", "rows", "BLOCKS", "ROW_BLOCKS", "SEGMENT", "TASKS"}
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 import torch
 from command import run_here
 from dv_local import SPEC
+from layout_tuner.cache.filesystem import FileSystem
 
 from layout_tuner.cli.selftest import COLUMNS, report_lines
 from layout_tuner.selftest import candidates, machines
@@ -167,7 +168,7 @@ def test_variables_are_shown_and_doubted_and_keep_no_password(monkeypatch) -> No
 
 
 def test_a_cache_on_a_network_says_where_to_put_it(monkeypatch) -> None:
-    monkeypatch.setattr(machines, "file_system", lambda place: machines.FileSystem(name="nfs", local=False))
+    monkeypatch.setattr(machines, "file_system", lambda place: FileSystem(name="nfs", local=False))
     found = machines.folder("Triton's cache", Path.home() / ".triton" / "cache", "", "TRITON_CACHE_DIR on a local disk")
     assert found.state == "doubt" and "~/.triton/cache (nfs)" in found.seen and "TRITON_CACHE_DIR" in found.cure
 

@@ -145,6 +145,7 @@ def test_a_form_is_written_as_a_call_writes_it() -> None:
     assert spec.form_named(f"{text},reverse=0").text == spec.form_named(text).text == text
     assert spec.form_named(f"{text},reverse=1").text == f"{text},reverse=1"
     assert spec.form_named("g=float32@STRIDE_HV").text == text
+    assert spec.form_named("g=float32").text == text, "a dtype alone arrives as models have it"
 
 
 @pytest.mark.parametrize("missing", ["T", "H", "K", "dtype"])

@@ -205,7 +205,7 @@ def _called(layer: Layer, caller: str) -> list[dict[str, Any]]:
     if "chunk_kda" in registry.names():
         return [{"op": "chunk_kda", "caller": caller}]
     if caller in SERVING:
-        form = "BT=64,gk=float32,initial_state=float32,output_final_state=1,state_v_first=1"
+        form = "BT=64,gk=float32@STRIDE_HV,initial_state=float32,output_final_state=1,state_v_first=1"
         return [{"op": "chunk_gated_delta_rule_fwd_h", "forms": [form]}]
     stages = ("chunk_gated_delta_rule_fwd_h", "chunk_gated_delta_rule_bwd_dhu")
-    return [{"op": op, "forms": ["BT=64,gk=float32"]} for op in stages]
+    return [{"op": op, "forms": ["BT=64,gk=float32@STRIDE_HV"]} for op in stages]

@@ -54,9 +54,9 @@ def product(device: torch.device) -> Finding:
     for dtype in DTYPES:
         name = dtype_name(dtype)
         generator = torch.Generator("cpu").manual_seed(0)
-        a, b = (torch.randn(64, 64, generator=generator).to(dtype) for _ in range(2))
+        a, b = (torch.randn(64, 64, generator=generator, dtype=torch.float32, device="cpu").to(dtype) for _ in range(2))
         wanted = a.double() @ b.double()
-        result = torch.full((64, 64), float("nan"), device=device)
+        result = torch.full((64, 64), float("nan"), dtype=torch.float32, device=device)
         stored = torch.full((64, 64), float("nan"), dtype=dtype, device=device)
         launcher.bind(probe.dot_probe, N=64)(1, a.to(device), b.to(device), result, stored)
         for got, limit in ((result, numerics.FP32_TOLERANCE), (stored, numerics.tolerance(name))):
@@ -108,7 +108,9 @@ def equality(device: torch.device) -> Finding:
     for dtype in DTYPES:
         name = dtype_name(dtype)
         bits = torch.int32 if dtype.itemsize == 4 else torch.int16
-        host = torch.randn(1000, generator=torch.Generator("cpu").manual_seed(1)).to(dtype)
+        host = torch.randn(1000, generator=torch.Generator("cpu").manual_seed(1), dtype=torch.float32, device="cpu").to(
+            dtype
+        )
         host[7] = float("nan")
         other = host.clone()
         other.view(bits)[-1] ^= 1
@@ -141,7 +143,7 @@ def out_of_memory(device: torch.device) -> Finding:
 
 def host_cost(device: torch.device) -> Finding:
     """What a launch costs the host, here and through Triton's own path."""
-    x, y, total = (torch.zeros(BLOCK, device=device) for _ in range(3))
+    x, y, total = (torch.zeros(BLOCK, dtype=torch.float32, device=device) for _ in range(3))
     bound = launcher.bind(probe.add_probe, BLOCK=BLOCK)
     interpreted = interpreter.interpreting()
     launches, batches = (2, 1) if interpreted else (LAUNCHES, BATCHES)

@@ -366,7 +366,7 @@ class OpSpec:
         if name in self.callers:
             return self.caller_forms[name]
         if "=" in name:
-            form = Form.parse(name)
+            form = self.arrived(Form.parse(name))
             faults = self.form_faults(form)
             if faults:
                 raise ConfigError(f"form {name!r}: " + "; ".join(faults))
@@ -376,6 +376,12 @@ class OpSpec:
             entries |= form.entries
             return Form({entry: value for entry, value in entries.items() if flags.get(entry) != value})
         raise ConfigError(f"{self.name} has no form {name!r} (it has {', '.join([*self.forms, *self.callers])})")
+
+    def arrived(self, form: Form) -> Form:
+        """A form with the layout of every time-axis tensor: one that states a dtype alone arrives as models have it."""
+        time_axis = {operand.name: operand.dtypes for operand in self.operands if operand.time_axis}
+        bare = {name: value for name, value in form.entries.items() if value in time_axis.get(name, ())}
+        return form.changed(**{name: f"{dtype}@{Layout.STRIDE_HV.value}" for name, dtype in bare.items()})
 
     def form_faults(self, form: Form) -> list[str]:
         """What is wrong with the entries of a form: names the op does not have, values no call leads to, gaps."""
