@@ -75,22 +75,22 @@ def test_two_files_that_decide_differently_are_made_the_same(crew: Crew, tmp_pat
 def test_a_rank_that_is_killed_is_given_up_after_the_timeout(crew: Crew, tmp_path: Path) -> None:
     lengths = [[16, 18, 20, 22]] * 4
     files = ["a", "a", "a", "a"]
-    done = crew.run(tmp_path, 4, scenarios.warm, timeout_s=4.0, lengths=lengths, files=files, fault="dies", at=1)
+    done = crew.run(tmp_path, 4, scenarios.warm, timeout_s=8.0, lengths=lengths, files=files, fault="dies", at=1)
     assert done[1] is None
     for each in (done[0], done[2], done[3]):
         assert each["status"] == done[0]["status"]
         lost = [T for T, status in each["status"].items() if status == "left"]
         assert len(lost) == 1
-        assert each["reason"][lost[0]] == "rank 1 said nothing for 4 s"
-        assert "rank 1 said nothing for 4 s" in each["notes"]
+        assert each["reason"][lost[0]] == "rank 1 said nothing for 8 s"
+        assert "rank 1 said nothing for 8 s" in each["notes"]
         assert each["held"][lost[0]] == "full/g=STRIDE_HV"
         assert len(each["file"]) == 3
-        assert each["seconds"] < 40
+        assert each["seconds"] < 60
 
 
 def test_the_rank_that_writes_may_be_the_one_that_is_killed(crew: Crew, tmp_path: Path) -> None:
     done = crew.run(
-        tmp_path, 2, scenarios.warm, timeout_s=4.0, lengths=[[16, 18]] * 2, files=["a", "a"],
+        tmp_path, 2, scenarios.warm, timeout_s=8.0, lengths=[[16, 18]] * 2, files=["a", "a"],
         fault="dies", at=0,
     )  # fmt: skip
     assert done[0] is None
@@ -102,9 +102,9 @@ def test_the_rank_that_writes_may_be_the_one_that_is_killed(crew: Crew, tmp_path
 def test_a_rank_that_hangs_is_given_up_with_the_budget(crew: Crew, tmp_path: Path) -> None:
     done = crew.run(
         tmp_path, 2, scenarios.warm, lengths=[[16, 18, 20]] * 2, files=["a", "b"],
-        fault="hangs", late_s=9.0, budget_s=4.0, slack_s=1.0,
+        fault="hangs", late_s=20.0, budget_s=8.0, slack_s=2.0,
     )  # fmt: skip
-    assert done[0]["seconds"] < 9 < done[1]["seconds"]
+    assert done[0]["seconds"] < 20 < done[1]["seconds"]
     assert done[0]["status"] == done[1]["status"]
     assert sorted(done[0]["status"].values()) == ["left", "tuned", "tuned"]
     assert done[0]["held"] == done[1]["held"]
@@ -153,7 +153,7 @@ def test_a_late_rank_is_waited_for_and_one_that_is_too_late_takes_what_there_is(
     done = crew.run(tmp_path, 2, scenarios.warm, files=["a", "b"], **late)
     assert done[0]["candidate"] == done[1]["candidate"] and len(done[0]["candidate"]) == 2
     assert done[0]["agreed"] and not done[0]["notes"]
-    done = crew.run(tmp_path, 2, scenarios.warm, timeout_s=1.0, files=["c", "d"], **late | {"late_s": 6.0})
+    done = crew.run(tmp_path, 2, scenarios.warm, timeout_s=4.0, files=["c", "d"], **late | {"late_s": 12.0})
     assert "rank 1 did not come in time" in done[0]["notes"]
     assert done[0]["held"] == done[1]["held"] == done[0]["candidate"]
     assert not done[1]["tuned"]
