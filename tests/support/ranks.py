@@ -99,6 +99,7 @@ def serve(connection: Connection) -> None:
             dist.init_process_group(
                 "gloo", init_method=place, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
             )
+            dist.barrier()  # else one that is done at once could leave while others still connect to it
             answer = True, scenario(rank, folder, **named)
         except BaseException:
             answer = False, traceback.format_exc()
