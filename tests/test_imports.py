@@ -24,7 +24,7 @@ ROWS = (
     ("errors", "files", "forking", "processes"),
     ("config", "cache", "device", "installation", "importable"),
     ("spec", "reference"),
-    ("launch",),
+    ("launch", "lint"),
     ("tuning",),
     ("dispatch",),
     ("ops",),
@@ -46,8 +46,14 @@ CACHE_ROWS = (
 )  # fmt: skip
 USES_CACHE = {"tuning", "dispatch", "explanation", "ascend", "warming", "cli", "selftest", "ranks", "syncing"}
 # The device layer asks whether kernels are interpreted, and whether the interpreter multiplies right, of two kernels;
-# a revision is a hash of kernels' text.
-USES_KERNELS = {"ops": None, "device": {"time_axis", "probe"}, "spec": {""}, "selftest": {"probe"}}
+# a revision is a hash of kernels' text. Ascend's compiler is told where they lie, for kernels of other folders.
+USES_KERNELS = {
+    "ops": None,
+    "device": {"time_axis", "probe"},
+    "spec": {""},
+    "selftest": {"probe"},
+    "ascend": {"time_axis"},
+}
 FOLDERS = {"layout_tuner": PACKAGE, "layout_tuner.cache": ROOT / "cache", "layout_tuner.kernels": ROOT / "kernels"}
 
 
