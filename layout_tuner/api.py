@@ -55,6 +55,7 @@ class Enabled:
         # their append and pop are atomic: threads may share an entry.
         self._open: list[int] = []
         self._unscoped = [] if made is None or not pushed else [self.push(made)]
+        self._syncs = made is not None and "sync" in (made.on_miss, made.config.tuning.on_miss)
 
     def places(self, model: object = None) -> list[Any]:
         """Where the layers keep what is served: those of the entry's models, and of a copy of one of them."""
@@ -81,6 +82,8 @@ class Enabled:
 
     def __enter__(self) -> Enabled:
         if self._router is not None:
+            if self._syncs:
+                self.sync()
             entry = taken(self._unscoped)
             # Open already, left before, or a decorator: entering it again routes again.
             self._open.append(entry if entry is not None and router.holds(entry) else self.push(self._router))
@@ -117,6 +120,11 @@ class Enabled:
 
         return Routed(self, function)
 
+    def sync(self) -> None:
+        """Have what the ranks missed tuned together, if it is time."""
+        if self._router is not None:
+            importlib.import_module(".syncing", __package__).entering(self._router)
+
     def withdraw(self) -> None:
         """Remove the entry that the call of `enable` pushed, unless a scope is open with it."""
         router.remove(taken(self._unscoped))
@@ -150,6 +158,8 @@ class Routed(Generic[P, R]):
         made = self._entry._router
         if made is None:
             return self._function(*args, **kwargs)
+        if self._entry._syncs:
+            self._entry.sync()
         entry = self._entry.push(made, args[0] if args else None)
         try:
             return self._function(*args, **kwargs)
@@ -234,8 +244,10 @@ def enable(
             Also the settings, in place of `config`.
         config: Settings, or the path of a `tuner.toml`; None finds them as `Config.load` does.
         cache: File of decisions; None takes the settings' one, else the user's cache folder.
-        on_miss: `tune`, `default` or `error`; None follows the settings, which by default tune on an accelerator in
-            a single process and run the default candidate elsewhere.
+        on_miss: `tune`, `default`, `error` or `sync`; None follows the settings, which by default tune on an
+            accelerator in a single process and run the default candidate elsewhere. `sync` is the choice for training
+            in several ranks: calls run the default, and every `[routing] sync_every` entries of a scope, or calls of a
+            decorated function, the first among them, the ranks tune together what any of them missed.
         fla: Also take over calls of flash-linear-attention, where it is installed and `[routing] fla` is set; imported
             before or after.
 
@@ -257,8 +269,8 @@ def enable(
         raise TypeError(f"enable: config: wanted one Config or path, got {len(settled)}")
     config = settled[0] if settled else None
     faults = Faults()
-    if on_miss not in (None, "tune", "default", "error"):
-        faults.texts.append(f"enable: on_miss: wanted 'tune', 'default', 'error' or None, got {on_miss!r}")
+    if on_miss not in (None, "tune", "default", "error", "sync"):
+        faults.texts.append(f"enable: on_miss: wanted 'tune', 'default', 'error', 'sync' or None, got {on_miss!r}")
     settings, wanted, off = Config(), {}, False
     with faults.gathered():
         settings = config if isinstance(config, Config) else Config.load(config)

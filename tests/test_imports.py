@@ -28,9 +28,10 @@ ROWS = (
     ("tuning",),
     ("dispatch",),
     ("ops",),
-    ("integrations", "api", "explanation"),
+    ("integrations", "ranks"),
     ("ascend", "warming"),
-    ("child", "selftest"),
+    ("syncing",),
+    ("api", "explanation", "child", "selftest"),
     ("cli",),
 )
 # The cache's own, likewise.
@@ -43,7 +44,7 @@ CACHE_ROWS = (
     ("sharing",),
     ("layers", "listing"),
 )  # fmt: skip
-USES_CACHE = {"tuning", "dispatch", "explanation", "ascend", "warming", "cli", "selftest"}
+USES_CACHE = {"tuning", "dispatch", "explanation", "ascend", "warming", "cli", "selftest", "ranks", "syncing"}
 # The device layer asks whether kernels are interpreted, and whether the interpreter multiplies right, of two kernels;
 # a revision is a hash of kernels' text. Ascend's compiler is told where they lie, for kernels of other folders.
 USES_KERNELS = {

@@ -49,6 +49,7 @@ R = TypeVar("R")
 MOST_SIGNATURES = 4096
 
 _routers: weakref.WeakSet[Router] = weakref.WeakSet()
+_numbers = itertools.count()
 
 
 class Router(Choices):
@@ -74,6 +75,7 @@ class Router(Choices):
         super().__init__(config, tuning=tuning, on_miss=on_miss, timer=timer, forced=forced)
         self.prepared = Memory()
         self.misses = MissLog()
+        self.number = next(_numbers)
         _routers.add(self)
         weakref.finalize(self, self.tallies.retire).atexit = False
 
@@ -448,6 +450,17 @@ def clear() -> None:
 def active() -> bool:
     """Whether there is any entry."""
     return bool(_entries)
+
+
+def entries() -> list[Router]:
+    """The routers of all entries, the oldest first, each once."""
+    with _stack_lock:
+        return list(dict.fromkeys(_entries.values()))
+
+
+def live() -> list[Router]:
+    """Every router that looks decisions up and is still there, the oldest first, each once."""
+    return sorted((each for each in list(_routers) if each.tuning), key=lambda each: each.number)
 
 
 def current() -> Router:
