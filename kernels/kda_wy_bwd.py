@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from .channels import clear_outside_channels, load_channels, load_row, store_channels
-from .kda_gate import column_sums
+from .kda_gate import row_sums
 from .state import load_state, state_offset
 from .time_axis import (
     chunk_pointer,
@@ -79,7 +79,7 @@ def chunk_kda_bwd_wy_dqkg_fused(
     writes dq, dk `[B, T, HV, K]` and dM `[B, T, HV, BT]` in fp32, dv `[B, T, HV, V]`, dbeta `[B, T, HV]` and dg
     `[B, T, HV, K]` in fp32 and in either layout. TASKS = chunks * HV.
 
-    GATED_PRECISION is of products with dw, which is never rounded to 16 bits, and SPLIT as in `column_sums`.
+    GATED_PRECISION is of products with dw, which is never rounded to 16 bits, and SPLIT as in `row_sums`.
     """
     if IS_VARLEN:
         clear_outside_rows(dq, cu_seqlens, T, N, HV * K, BK)
@@ -153,8 +153,7 @@ def chunk_kda_bwd_wy_dqkg_fused(
             b_kdk = b_k * b_dk
             b_dG = b_q * b_dq - b_kdk + b_kg * b_tw
             b_end = tl.where((o_t == tokens - 1)[:, None], 1.0, 0.0)
-            b_dG += column_sums(tl.broadcast_to(b_end, [BT, BT]), b_kdk, SPLIT)
-            b_dG += b_end * (tl.exp2(b_last) * b_hdh)[None, :]
+            b_dG += b_end * (tl.exp2(b_last) * b_hdh + row_sums(tl.trans(b_kdk), SPLIT))[None, :]
             store_channels(dq + row * K, o_t, o_k, m_t, b_dq, K, HV * K)
             store_channels(dk + row * K, o_t, o_k, m_t, b_dk + b_gate * b_tw, K, HV * K)
             store_channels(p_dg, o_t, o_k, m_t, b_dG, K, dg_stride)
