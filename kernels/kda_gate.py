@@ -55,20 +55,13 @@ def column_sums(
 
 
 @triton.jit
-def row_sums(
-    b_x,
-    SPLIT: tl.constexpr,
-):
-    """The sum of each row of a tile in fp32, in `bf16_parts` with SPLIT; in one order whatever the layouts are."""
-    b_ones = tl.full([b_x.shape[1], 16], 1.0, dtype=tl.float32)
-    if SPLIT:
-        b_ones = b_ones.to(tl.bfloat16)
-        b_high, b_middle, b_low = bf16_parts(b_x)
-        b_out = tl.dot(b_low, b_ones)
-        b_out = tl.dot(b_middle, b_ones, b_out)
-        b_out = tl.dot(b_high, b_ones, b_out)
-    else:
-        b_out = tl.dot(b_x, b_ones, input_precision="ieee")
+def row_sums_of_parts(b_x):
+    """The sum of each row of a tile in fp32, as products of `bf16_parts`; in one order whatever the layouts are."""
+    b_ones = tl.full([b_x.shape[1], 16], 1.0, dtype=tl.float32).to(tl.bfloat16)
+    b_high, b_middle, b_low = bf16_parts(b_x)
+    b_out = tl.dot(b_low, b_ones)
+    b_out = tl.dot(b_middle, b_ones, b_out)
+    b_out = tl.dot(b_high, b_ones, b_out)
     return tl.sum(tl.where((tl.arange(0, 16) == 0)[None, :], b_out, 0.0), axis=1)
 
 
