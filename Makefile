@@ -15,10 +15,14 @@ SHAPES ?= examples/shapes.json
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
+# Releases of transformers whose models are served: the newest that keeps the function on its layers, and one that offers
+# it to the package kernels, which comes with it.
+TRANSFORMERS := transformers==5.14.1 transformers[kernels]==5.22.2
+
 # Releases of Ascend's compiler before the one that everything here is written against.
 RELEASES := 1.0.0 1.1.0
 
-.PHONY: help install warmup test test-all lint ascend ascend-releases ascend-test ascend-matrix ascend-docs clean
+.PHONY: help install warmup test test-all transformers-test lint ascend ascend-releases ascend-test ascend-matrix ascend-docs clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -45,6 +49,18 @@ test: $(INSTALLED)
 test-all: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) -m "not ascend"
 	OMP_NUM_THREADS=1 LAYOUT_TUNER_TEST_NPU=1 $(BIN)/pytest -q tests/npu
+
+## make transformers-test models of transformers, tiny and random, each release in a copy of .venv without flash-linear-attention
+transformers-test: $(INSTALLED)
+	for wanted in $(foreach each,$(TRANSFORMERS),"$(each)"); do \
+	  folder=.venv-transformers-$${wanted##*=}; \
+	  if ! test -e $$folder/.installed; then \
+	    rm -rf $$folder && cp -al .venv $$folder && rm -f $$folder/.installed && \
+	    $$folder/bin/python -m pip uninstall --quiet -y fla-core && \
+	    $$folder/bin/python -m pip install --quiet "$$wanted" && touch $$folder/.installed || exit 1; \
+	  fi; \
+	  OMP_NUM_THREADS=1 $$folder/bin/python -P -m pytest -q -n $(JOBS) tests/test_transformers.py || exit 1; \
+	done
 
 ## make lint        ruff and mypy; types are checked on the tree that ships
 lint: $(INSTALLED)
@@ -89,4 +105,4 @@ ascend-docs: $(INSTALLED) ascend ascend-releases
 	mv docs/ascend.md.new docs/ascend.md
 
 clean:
-	rm -rf .venv .venv-ascend .venv-ascend-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache
+	rm -rf .venv .venv-ascend .venv-ascend-* .venv-transformers-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache

@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.write("\n".join([*releases(parsed.release, parsed.cache.absolute()), ""]))
         return
     target = target_named(matrix.TARGET)
-    specs = [registry.lookup(name) for name in registry.names() if name != matrix.CHAIN]
+    specs = [spec for spec in map(registry.lookup, registry.names()) if not spec.is_chain]
 
     def progress(done: int, total: int) -> None:
         sys.stderr.write(f"\r{done} of {total} kernels" + ("\n" if done == total else ""))
@@ -230,9 +230,9 @@ def releases(pythons: Sequence[str], cache: Path) -> list[str]:
         with Compiler(find_toolchain(python), target, cache=cache, processes=2) as compiler:
             version = f"ascendnpu-ir {compiler.toolchain.ascendnpu_ir}"
             for name in registry.names():
-                if name == matrix.CHAIN:
-                    continue
                 spec = registry.lookup(name)
+                if spec.is_chain:
+                    continue
                 key = matrix.key(spec, 64, 64, "bfloat16", False, spec.every_form[0])
                 default = spec.default(key, chip_of(target))
                 made = [(case, launch) for case in cases_of(spec, key) for launch in launches(case, target)[0]]

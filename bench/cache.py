@@ -3,12 +3,16 @@
 python bench/cache.py                                   # each command on a file with 100,000 decisions
 python bench/cache.py --decisions 1000000               # on one with a million: some 1.5 GiB, and as much for each copy
 python bench/cache.py --writers 64 --publishes 40       # the median publish of 64 processes on one file
+python bench/cache.py --ranks 16 --keys 40              # what each of 16 ranks costs that start at once
 """
 
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
+import shutil
+import socket
 import sqlite3
 import statistics
 import subprocess
@@ -17,9 +21,13 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
+from layout_tuner.cache.layers import open_layers
+from layout_tuner.cache.places.server import ServerStore
 from layout_tuner.cache.records import DecisionRecord, EnvironmentRecord, KeyRecord, MeasurementRecord
+from layout_tuner.cache.sharing.share import export_file
 from layout_tuner.cache.sqlite.file import Store
 
 ENVIRONMENT = EnvironmentRecord(id="bench-environment", facts={"device": "none", "compiler": "none"})
@@ -212,12 +220,95 @@ def many_writers(path: Path, writers: int, publishes: int) -> dict[str, float]:
     }
 
 
+def ask(place: str, keys: int, start_at: float) -> list[float]:
+    """What one rank does: opens the layers and asks for every key.
+
+    Returns:
+        Seconds by the clock and of the processor, and the number of keys that nobody answered.
+    """
+    path, _, url = place.partition(" ")
+    time.sleep(max(0.0, start_at - time.time()))
+    clock, processor = time.perf_counter(), time.process_time()
+    nowhere = tempfile.mkdtemp()
+    layers = open_layers(Path(nowhere) / "own.sqlite", shared=[path] if path else (), url=url or None)
+    unanswered = sum(layers.lookup(decision(each, "").key, ENVIRONMENT.id) is None for each in range(keys))
+    layers.close()
+    shutil.rmtree(nowhere)
+    return [time.perf_counter() - clock, time.process_time() - processor, unanswered]
+
+
+def meet(place: str, rank: int, size: int, keys: int) -> list[float]:
+    """What one rank costs that compares its decisions with the others' through a TCPStore kept by rank 0."""
+    from torch.distributed import TCPStore
+
+    from layout_tuner.ranks.agreement import compared
+    from layout_tuner.ranks.exchange import Ranks
+
+    port = int(place)
+    store = TCPStore("localhost", port, size, rank == 0, timedelta(seconds=120), wait_for_workers=True)
+    ranks = Ranks(store, rank, size, 120.0)
+    said = {
+        "environment": ENVIRONMENT.id,
+        "file": "here",
+        "choices": [[ENVIRONMENT.id, str(decision(number, "").key), "full/g=T_CONTIG"] for number in range(keys)],
+    }
+    clock, processor = time.perf_counter(), time.process_time()
+    ranks.meet("check", said, compared)
+    taken = [time.perf_counter() - clock, time.process_time() - processor]
+    ranks.worst(0, 60.0)  # rank 0 stays until all have read
+    return taken
+
+
+def many_ranks(folder: Path, size: int, keys: int, url: str) -> Iterator[tuple[str, dict[str, float]]]:
+    """What starting at once costs each rank, by where decisions lie."""
+    site = folder / "site.sqlite"
+    with contextlib.closing(Store(folder / "made.sqlite")) as store:
+        store.absorb((decision(number, "elsewhere") for number in range(keys)), [ENVIRONMENT])
+        export_file(store, site)
+    places = {"one file in use": str(folder / "made.sqlite"), "an exported file": str(site)}
+    if url:
+        with contextlib.closing(ServerStore(url)) as server:
+            for number in range(keys):
+                server.publish(decision(number, "elsewhere"), ENVIRONMENT)
+        places["a server"] = f" {url}"
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(size) as pool:
+        pool.map(ready, range(4 * size), chunksize=1)
+        for name, place in places.items():
+            at = time.time() + 1.0
+            yield name, spread(pool.starmap(ask, [(place, keys, at)] * size, chunksize=1))
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = str(free.getsockname()[1])
+        jobs = [(port, rank, size, keys) for rank in range(size)]
+        yield "check_ranks", spread(pool.starmap(meet, jobs, chunksize=1))
+
+
+def ready(number: int) -> None:
+    """Gives every process of a pool something to do, so that all have started."""
+    time.sleep(0.2)
+
+
+def spread(taken: list[list[float]]) -> dict[str, float]:
+    """Median and worst of what ranks took, and how many of all their keys nobody answered in time."""
+    clocks, processors, *unanswered = zip(*taken)
+    return {
+        "median ms": 1e3 * statistics.median(clocks),
+        "slowest ms": 1e3 * max(clocks),
+        "processor ms": 1e3 * statistics.median(processors),
+        "unanswered": sum(map(sum, unanswered)),
+    }
+
+
 def main() -> None:
     """Prints a table, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--decisions", type=int, default=100_000)
     parser.add_argument("--writers", type=int, default=0)
     parser.add_argument("--publishes", type=int, default=40)
+    parser.add_argument("--ranks", type=int, default=0)
+    parser.add_argument("--keys", type=int, default=40, help="decisions that each rank asks for")
+    parser.add_argument("--url", default="", help="a server to ask too")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--build", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -229,7 +320,10 @@ def main() -> None:
             result = many_writers(Path(folder) / "decisions.sqlite", options.writers, options.publishes)
             print(json.dumps(result) if options.json else "\n".join(f"{k:34} {v:12.2f}" for k, v in result.items()))
             return
-        for name, values in large_file(Path(folder), options.decisions):
+        timings = large_file(Path(folder), options.decisions)
+        if options.ranks:
+            timings = many_ranks(Path(folder), options.ranks, options.keys, options.url)
+        for name, values in timings:
             if options.json:
                 print(json.dumps({name: values}), flush=True)
             else:

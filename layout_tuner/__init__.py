@@ -44,6 +44,8 @@ if TYPE_CHECKING:
         UnsupportedProblemError as UnsupportedProblemError,
     )
     from .explanation import explain as explain
+    from .syncing import check_ranks as check_ranks
+    from .syncing import tune_misses as tune_misses
     from .warming import warmup as warmup
 
 __version__ = "0.1.0"
@@ -55,6 +57,8 @@ _HOMES = {
     "explain": "explanation",
     "stats": "dispatch.counters",
     "warmup": "warming",
+    "tune_misses": "syncing",
+    "check_ranks": "syncing",
     "Config": "config",
     "LayoutTunerError": "errors",
     "ConfigError": "errors",

@@ -15,10 +15,13 @@ import logging
 import os
 import sys
 import types
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar
+
+from torch import nn
 
 from .config import Config, disabled, forced, with_cache
 from .dispatch import router
@@ -35,20 +38,55 @@ R = TypeVar("R")
 
 
 class Enabled:
-    """An entry that `enable` pushed: a scope, or a decorator; without a router it routes nothing."""
+    """An entry that `enable` pushed: a scope, or a decorator; without a router it routes nothing.
 
-    def __init__(self, made: Router | None) -> None:
+    Args:
+        made: The router.
+        models: Those whose layers it serves.
+        pushed: Whether to push the entry now.
+    """
+
+    def __init__(self, made: Router | None, models: Sequence[nn.Module] = (), pushed: bool = True) -> None:
         self._router = made
+        self._models = models
+        # The last of the models, and what `places` found in all of them.
+        self._found: tuple[weakref.ref[nn.Module], list[Any]] | None = None
         # Numbers of the entries of open scopes, and of the one that the call of `enable` pushed. Lists, because
         # their append and pop are atomic: threads may share an entry.
         self._open: list[int] = []
-        self._unscoped = [] if made is None else [router.push(made)]
+        self._unscoped = [] if made is None or not pushed else [self.push(made)]
+        self._syncs = made is not None and "sync" in (made.on_miss, made.config.tuning.on_miss)
+
+    def places(self, model: object = None) -> list[Any]:
+        """Where the layers keep what is served: those of the entry's models, and of a copy of one of them."""
+        models = [*self._models]
+        if isinstance(model, nn.Module) and not any(model is each for each in models):
+            models.append(model)
+        found = self._found
+        if found is None or found[0]() is not models[-1]:
+            found = self._found = weakref.ref(models[-1]), transformers().places(models)
+        return found[1]
+
+    def push(self, made: Router, model: object = None) -> int:
+        """Push the entry, with which layers of models are served.
+
+        Args:
+            made: The entry's router.
+            model: The object whose method is called, where it may be a copy of a model.
+        """
+        if not self._models:
+            return router.push(made)
+        places = self.places(model)
+        transformers().put(places)
+        return router.push(made, functools.partial(transformers().take_away, places))
 
     def __enter__(self) -> Enabled:
         if self._router is not None:
+            if self._syncs:
+                self.sync()
             entry = taken(self._unscoped)
             # Open already, left before, or a decorator: entering it again routes again.
-            self._open.append(entry if entry is not None and router.holds(entry) else router.push(self._router))
+            self._open.append(entry if entry is not None and router.holds(entry) else self.push(self._router))
         return self
 
     def __exit__(
@@ -82,14 +120,20 @@ class Enabled:
 
         return Routed(self, function)
 
+    def sync(self) -> None:
+        """Have what the ranks missed tuned together, if it is time."""
+        if self._router is not None:
+            importlib.import_module(".syncing", __package__).entering(self._router)
+
     def withdraw(self) -> None:
         """Remove the entry that the call of `enable` pushed, unless a scope is open with it."""
         router.remove(taken(self._unscoped))
 
-    def __reduce__(self) -> tuple[Callable[..., Enabled], tuple[Config | None, Policy | None]]:
-        """A copy in another process is an entry with the same settings, which routes nothing yet."""
+    def __reduce__(self) -> tuple[Callable[..., Enabled], tuple[Config | None, Policy | None], dict[str, object]]:
+        """A copy in another process is an entry with the same settings and models, which routes nothing yet."""
         made = self._router
-        return resumed, (None if made is None else made.config, None if made is None else made.on_miss)
+        settings = (None, None) if made is None else (made.config, made.on_miss)
+        return resumed, settings, {"_models": self._models}
 
 
 OF_FUNCTIONS = ("__closure__", "__code__", "__defaults__", "__globals__", "__kwdefaults__")
@@ -114,7 +158,9 @@ class Routed(Generic[P, R]):
         made = self._entry._router
         if made is None:
             return self._function(*args, **kwargs)
-        entry = router.push(made)
+        if self._entry._syncs:
+            self._entry.sync()
+        entry = self._entry.push(made, args[0] if args else None)
         try:
             return self._function(*args, **kwargs)
         finally:
@@ -166,9 +212,7 @@ ForkingPickler.register(types.MethodType, reduced)  # of multiprocessing, which 
 
 def resumed(config: Config | None, on_miss: Policy | None) -> Enabled:
     """The entry that a pickled one is restored to."""
-    entry = Enabled(None if config is None else router_of(config, on_miss, forced_candidates()))
-    entry.withdraw()
-    return entry
+    return Enabled(None if config is None else router_of(config, on_miss, forced_candidates()), pushed=False)
 
 
 def taken(entries: list[int]) -> int | None:
@@ -180,6 +224,7 @@ def taken(entries: list[int]) -> int | None:
 
 
 def enable(
+    *given: Config | str | os.PathLike[str] | nn.Module | None,
     config: Config | str | os.PathLike[str] | None = None,
     cache: str | os.PathLike[str] | None = None,
     on_miss: Policy | None = None,
@@ -190,12 +235,19 @@ def enable(
         with layout_tuner.enable():                            # a scope
         layout_tuner.enable()                                  # the whole process, until disable()
         model.forward = layout_tuner.enable()(model.forward)   # a decorator: only inside the call
+        layout_tuner.enable(model)                             # any of these, with what the model's layers call
 
     Args:
+        given: Models whose layers call the gated delta rule through an attribute `chunk_gated_delta_rule`, as those of
+            transformers do, or through Hugging Face's `kernels`: the function there is served while the entry lasts,
+            and restored after. Without a model only flash-linear-attention's calls and this project's own are routed.
+            Also the settings, in place of `config`.
         config: Settings, or the path of a `tuner.toml`; None finds them as `Config.load` does.
         cache: File of decisions; None takes the settings' one, else the user's cache folder.
-        on_miss: `tune`, `default` or `error`; None follows the settings, which by default tune on an accelerator in
-            a single process and run the default candidate elsewhere.
+        on_miss: `tune`, `default`, `error` or `sync`; None follows the settings, which by default tune on an
+            accelerator in a single process and run the default candidate elsewhere. `sync` is the choice for training
+            in several ranks: calls run the default, and every `[routing] sync_every` entries of a scope, or calls of a
+            decorated function, the first among them, the ranks tune together what any of them missed.
         fla: Also take over calls of flash-linear-attention, where it is installed and `[routing] fla` is set; imported
             before or after.
 
@@ -209,11 +261,16 @@ def enable(
         CacheError: A pin file (`[tuning] pin`) that cannot be used.
         ConfigError: An `on_miss`, settings and variables that cannot be used, all in one message, or a
             flash-linear-attention that is too old.
-        TypeError: `config` is no settings and no path.
+        TypeError: `config` is no settings and no path, or given twice.
     """
+    models = [each for each in given if isinstance(each, nn.Module)]
+    settled = [each for each in (*given, config) if each is not None and not isinstance(each, nn.Module)]
+    if len(settled) > 1:
+        raise TypeError(f"enable: config: wanted one Config or path, got {len(settled)}")
+    config = settled[0] if settled else None
     faults = Faults()
-    if on_miss not in (None, "tune", "default", "error"):
-        faults.texts.append(f"enable: on_miss: wanted 'tune', 'default', 'error' or None, got {on_miss!r}")
+    if on_miss not in (None, "tune", "default", "error", "sync"):
+        faults.texts.append(f"enable: on_miss: wanted 'tune', 'default', 'error', 'sync' or None, got {on_miss!r}")
     settings, wanted, off = Config(), {}, False
     with faults.gathered():
         settings = config if isinstance(config, Config) else Config.load(config)
@@ -232,7 +289,9 @@ def enable(
     made = router_of(settings, on_miss, wanted)
     if fla and settings.routing.fla:
         take_over(made)
-    entry = Enabled(made)
+    entry = Enabled(made, models)
+    if models and not entry.places():
+        transformers().warn_of_none(models)
     router.rest()  # in a notebook a cell that enables runs again and again, and each entry has files open
     return entry
 
@@ -254,6 +313,11 @@ def forced_candidates() -> dict[str, Forced]:
     candidates = parse(text)
     log.warning("LAYOUT_TUNER_FORCE: %s, whatever was measured", text)
     return candidates
+
+
+def transformers() -> types.ModuleType:
+    """The module that serves models; the ops are imported only if there are any."""
+    return importlib.import_module(".integrations.transformers", __package__)
 
 
 def take_over(made: Router) -> None:

@@ -25,7 +25,7 @@ from .errors import REFUSAL, REFUSED, ConfigError
 PREFIX = "LAYOUT_TUNER_"
 FILE = "tuner.toml"
 
-Policy = Literal["auto", "tune", "default", "error"]
+Policy = Literal["auto", "tune", "default", "error", "sync"]
 
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
@@ -128,7 +128,9 @@ class Routing(Section):
     """Whose calls are routed, and what becomes of those for which no kernel here is right."""
 
     fla: bool = True
+    serving: bool = False
     on_wrong: Literal["reference", "error"] = "reference"
+    sync_every: Annotated[int, Field(ge=1)] = 100
 
 
 class Ascend(Section):
@@ -334,6 +336,13 @@ def describe(fault: Mapping[str, object], origins: Mapping[tuple[str, str], str]
 def variables(names: Iterable[str]) -> dict[str, str]:
     """Variables of other programs that are set, by name, without the spaces around their values."""
     return {name: os.environ[name].strip() for name in names if name in os.environ}
+
+
+def torchrun() -> dict[str, str]:
+    """What torchrun, or another launcher of torch.distributed, says of this process; empty where none started it."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    stated = variables((*names, "LOCAL_RANK"))
+    return stated if set(names) <= stated.keys() and stated["WORLD_SIZE"].isdigit() else {}
 
 
 def enable_interpreter() -> None:

@@ -25,6 +25,10 @@ from .device.environment import Environment, environment
 from .dispatch.decisions import require_server
 from .dispatch.router import Router, push, remove
 from .errors import ConfigError, DeviceLostError, Faults, LayoutTunerError
+from .ranks.agreement import Agreement
+from .ranks.dealing import Place, plan_of
+from .ranks.exchange import Ranks, StoreLostError
+from .ranks.together import Outcome, Together, record_of
 from .spec import registry
 from .spec.declaration import OpSpec
 from .spec.keys import Key, bucketed
@@ -48,6 +52,7 @@ class Row:
         decision: What is stored for the key.
         reason: Why there is none.
         seconds: Time spent on it.
+        rank: The rank that tuned it, or had its decision; None where ranks had nothing to do with it.
     """
 
     key: Key | None
@@ -55,6 +60,7 @@ class Row:
     decision: DecisionRecord | None = None
     reason: str = ""
     seconds: float = 0.0
+    rank: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +73,8 @@ class Report:
         store: Where decisions are kept.
         interrupted: Whether Ctrl-C ended it; finished keys are kept.
         kept: Whether decisions lie in the store, rather than in this process's memory alone.
+        notes: What is to be said of ranks: absent, silent, failed, of another environment.
+        agreement: Whether all ranks hold the same afterwards; None without a group, or where its store was lost.
     """
 
     rows: tuple[Row, ...]
@@ -74,6 +82,8 @@ class Report:
     store: str
     interrupted: bool = False
     kept: bool = True
+    notes: tuple[str, ...] = ()
+    agreement: Agreement | None = None
 
     def count(self, status: Status) -> int:
         """How many rows have a status."""
@@ -92,11 +102,16 @@ def warmup(
     budget_s: float | None = None,
     router: Router | None = None,
     progress: Callable[[int, int, Key], None] | None = None,
+    group: torch.distributed.ProcessGroup | Ranks | None = None,
 ) -> Report:
     """Tune every key that shapes or recorded misses ask for and that has no measured decision yet.
 
     Each result is stored as soon as it is known; a kill loses only the key in flight. On an accelerator with
     flash-linear-attention installed (`[routing] fla`), that library's function is measured against the best of ours.
+
+    With a group every rank of it calls this, whatever its shapes: the keys that no rank has a decision for are dealt to
+    all, longest first, and afterwards the ranks of one environment hold the same decisions, also in scopes that are
+    open. A rank that fails, hangs or dies is waited for no longer than the group's timeout, or the budget.
 
     Args:
         shapes: Path of a shapes file, its content, its rows, or one row.
@@ -110,6 +125,7 @@ def warmup(
         budget_s: Seconds for all of it: no key is begun after it, and the last one has what is left.
         router: Tunes and stores; tests pass one with a timer of their own.
         progress: Called before each key with its number, the number of keys, and the key.
+        group: The ranks that do it together, such as `torch.distributed.group.WORLD`; None: this process alone.
 
     Returns:
         What was done, key by key.
@@ -121,6 +137,9 @@ def warmup(
     ops = (ops,) if isinstance(ops, str) else ops
     faults = Faults()
     settings = Config()
+    ranks = None
+    with faults.gathered():
+        ranks = group if group is None or isinstance(group, Ranks) else Ranks.of(group)
     with faults.gathered():
         settings = config if isinstance(config, Config) else Config.load(config)
         if settings.tuning.pin:
@@ -148,6 +167,8 @@ def warmup(
         settings = with_cache(settings, cache)
     with faults.gathered():
         require_server(settings)
+    if faults.texts and ranks is not None:
+        excuse(ranks, "warmup", "\n".join(faults.texts))
     faults.complain()
     made = router or Router(settings, on_miss="tune")
     wanted, refused = keys(entries, settings.keys.bucket)
@@ -166,7 +187,12 @@ def warmup(
     start = time.monotonic()
     interrupted = False
     gone = ""  # why the device does nothing more for this process
+    outcome: Outcome | None = None
     try:
+        if ranks is not None:
+            more, outcome = warm_together(ranks, made, wanted, where, failed, budget_s, progress, again=resume)
+            rows += more
+            wanted = []
         for number, (spec, key) in enumerate(wanted):
             left_s = None if budget_s is None else budget_s - (time.monotonic() - start)
             if left_s is not None and left_s <= 0:
@@ -193,6 +219,8 @@ def warmup(
         store=made.store.place,
         interrupted=interrupted,
         kept=made.store.kept,
+        notes=outcome.notes if outcome else (),
+        agreement=outcome.agreement if outcome else None,
     )
     if router is None:
         # Everything is in the file itself then, and nothing beside it.
@@ -215,6 +243,7 @@ def rows_of(shapes: object) -> Sequence[Shape | Mapping[str, Any]]:
     raise ConfigError(f"shapes: wanted the path of a file, rows or a row, got {type(shapes).__name__}")
 
 
+TRIVIAL = "one head, one token or one candidate: nothing to choose"
 OUT_OF_TIME = "the budget was spent before a candidate was ready: give more (--budget), or go on with another run"
 
 
@@ -234,8 +263,8 @@ def warm_key(
     Raises:
         DeviceLostError: The device does nothing more for this process; nothing is noted of the key.
     """
-    if spec.nothing_to_choose(key) or len(spec.candidates(key, buffers=driver.chip(device).buffers)) == 1:
-        return Row(key=key, status="trivial", reason="one head, one token or one candidate: nothing to choose")
+    if nothing_to_tune(spec, key, device):
+        return Row(key=key, status="trivial", reason=TRIVIAL)
     where = environment(device)
     decision = router.stored_decision(spec, key, device)
     if decision is not None and decision.source != "predicted" and not (again and unfinished(decision)):
@@ -258,11 +287,86 @@ def warm_key(
     return Row(key=key, status="tuned", decision=decision, seconds=time.monotonic() - start)
 
 
+def nothing_to_tune(spec: OpSpec, key: Key, device: torch.device) -> bool:
+    """Whether a key has one candidate, or candidates that do the same."""
+    return spec.nothing_to_choose(key) or len(spec.candidates(key, buffers=driver.chip(device).buffers)) == 1
+
+
 def unfinished(decision: DecisionRecord) -> bool:
     """Whether a decision was made before every candidate had its turn, or before anything was timed."""
     skipped = any(each.state == "skipped" and each.failure == "timeout" for each in decision.measurements)
     ready = [each for each in decision.measurements if each.state == "ok"]
     return skipped or bool(ready and all(each.end_to_end_us is None for each in ready))
+
+
+# -- several ranks ----------------------------------------------------------------------------------------------
+
+
+def excuse(ranks: Ranks, kind: str, reason: str) -> None:
+    """Tell ranks that this one takes no part in what they meet for, so that none waits for it."""
+    try:
+        ranks.meet(kind, {"error": reason}, plan_of)
+    except StoreLostError as error:
+        log.warning("%s", error)
+
+
+def warm_together(
+    ranks: Ranks,
+    made: Router,
+    wanted: Sequence[tuple[OpSpec, Key]],
+    device: torch.device,
+    failed: Mapping[Key, str],
+    budget_s: float | None,
+    progress: Callable[[int, int, Key], None] | None,
+    *,
+    again: bool,
+) -> tuple[list[Row], Outcome]:
+    """Tune keys with the other ranks; arguments are those of `warmup` and `warm_key`.
+
+    Returns:
+        A row for each key that this rank or another one of its environment asked for, and what the ranks did.
+    """
+
+    def held(spec: OpSpec, key: Key) -> DecisionRecord | None:
+        decision = made.stored_decision(spec, key, device)
+        usable = decision is not None and decision.source != "predicted" and not (again and unfinished(decision))
+        return decision if usable else None
+
+    rows: dict[Key, Row] = {}
+    asked = []
+    for spec, key in wanted:
+        if nothing_to_tune(spec, key, device):
+            rows[key] = Row(key=key, status="trivial", reason=TRIVIAL)
+        elif key in failed:
+            rows[key] = Row(key=key, status="left", reason=f"{failed[key]}; without --resume it is tried again")
+        else:
+            asked.append((spec, key))
+    together = Together(ranks, made, device, op_of=op_of, budget_s=budget_s, progress=progress)
+    outcome = together.run("warmup", asked, held)
+    rows |= {row.key: row for row in map(row_of, outcome.places) if row.key is not None}
+    for spec, key in asked:
+        if key not in rows:
+            decision = held(spec, key)
+            missing = "; ".join(outcome.notes) or "no rank took it"
+            rows[key] = (
+                Row(key=key, status="stored", decision=decision)
+                if decision
+                else Row(key=key, status="left", reason=missing)
+            )
+    for place in outcome.places:
+        if place.state == "failed" and together.writes:
+            remember_failure(made, Key.of(place.key), together.where, place.reason)
+    return list(rows.values()), outcome
+
+
+def row_of(place: Place) -> Row:
+    """The row of a key that ranks tuned together."""
+    key = Key.of(place.key)
+    if place.decision and place.state in ("tuned", "stored"):
+        decision = record_of(place)
+        return Row(key=key, status=place.state, decision=decision, seconds=place.seconds, rank=place.rank)
+    status: Status = "failed" if place.state == "failed" else "left"
+    return Row(key=key, status=status, reason=place.reason, rank=place.rank)
 
 
 # -- what failed before, and what was missed ---------------------------------------------------------------------

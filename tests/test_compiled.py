@@ -20,7 +20,7 @@ from layout_tuner.dispatch import router
 from layout_tuner.dispatch.choices import Choice
 from layout_tuner.dispatch.router import Router
 from layout_tuner.ops import chunk_bwd_dv_local, chunk_gated_delta_rule
-from layout_tuner.ops.gated_delta_rule import compiled
+from layout_tuner.ops.chain import compiled
 from layout_tuner.spec import registry
 from layout_tuner.spec.layouts import Layout, relayout
 

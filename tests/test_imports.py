@@ -24,13 +24,14 @@ ROWS = (
     ("errors", "files", "forking", "processes"),
     ("config", "cache", "device", "installation", "importable"),
     ("spec", "reference"),
-    ("launch",),
+    ("launch", "lint"),
     ("tuning",),
     ("dispatch",),
     ("ops",),
-    ("integrations", "api", "explanation"),
+    ("integrations", "ranks"),
     ("ascend", "warming"),
-    ("child", "selftest"),
+    ("syncing",),
+    ("api", "explanation", "child", "selftest"),
     ("cli",),
 )
 # The cache's own, likewise.
@@ -43,10 +44,16 @@ CACHE_ROWS = (
     ("sharing",),
     ("layers", "listing"),
 )  # fmt: skip
-USES_CACHE = {"tuning", "dispatch", "explanation", "ascend", "warming", "cli", "selftest"}
+USES_CACHE = {"tuning", "dispatch", "explanation", "ascend", "warming", "cli", "selftest", "ranks", "syncing"}
 # The device layer asks whether kernels are interpreted, and whether the interpreter multiplies right, of two kernels;
-# a revision is a hash of kernels' text.
-USES_KERNELS = {"ops": None, "device": {"time_axis", "probe"}, "spec": {""}, "selftest": {"probe"}}
+# a revision is a hash of kernels' text. Ascend's compiler is told where they lie, for kernels of other folders.
+USES_KERNELS = {
+    "ops": None,
+    "device": {"time_axis", "probe"},
+    "spec": {""},
+    "selftest": {"probe"},
+    "ascend": {"time_axis"},
+}
 FOLDERS = {"layout_tuner": PACKAGE, "layout_tuner.cache": ROOT / "cache", "layout_tuner.kernels": ROOT / "kernels"}
 
 

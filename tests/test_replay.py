@@ -8,6 +8,8 @@ from typing import Any
 import launches
 import pytest
 import torch
+import toy_chain
+import toys
 import triton
 from hardware import INTERPRETED
 from hypothesis import given, settings
@@ -171,6 +173,17 @@ def test_only_some_gradients(interpreted: Interpreted) -> None:
     for names, results in wanted.items():
         assert same(some(*names), results)
     assert interpreted.bound == 0
+
+
+def test_a_list_of_any_chain(interpreted: Interpreted) -> None:
+    with toys.registered():
+        given = toys.leaves(torch.device("cpu"))
+        wanted = toys.step(toy_chain.toy_chain, given)
+        assert interpreted.bound == 4
+        toys.step(toy_chain.toy_chain, given)
+        interpreted.bound = 0
+        assert same(toys.step(toy_chain.toy_chain, given), wanted)
+        assert interpreted.bound == 0, "launched stage by stage"
 
 
 # -- when no list runs -------------------------------------------------------------------------------------------

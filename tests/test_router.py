@@ -351,7 +351,7 @@ def test_arguments_of_enable(config: Config, file: Path, tmp_path: Path) -> None
     with layout_tuner.enable(settings, cache=file, on_miss="error"):
         made = router.current()
         assert (made.config.tuning.min_gain, made.config.cache.path, made.on_miss) == (0.5, str(file), "error")
-    with pytest.raises(ConfigError, match=r"on_miss: wanted 'tune', 'default', 'error' or None, got 'ask'"):
+    with pytest.raises(ConfigError, match=r"on_miss: wanted 'tune', 'default', 'error', 'sync' or None, got 'ask'"):
         layout_tuner.enable(config, on_miss="ask")
     with pytest.raises(ConfigError, match=r"(?s)on_miss: .*got 'ask'.*No such file"):
         layout_tuner.enable(tmp_path / "none.toml", on_miss="ask")

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from layout_tuner.kernels import time_axis
+
 from .compile.compiler import Answer, Constexpr, Request
 from .facts import KernelFacts, analyse
 from .mlir.walk import Argument
@@ -19,6 +21,8 @@ _ALIGNMENT: Final = 16
 _INT32: Final = range(-(1 << 31), 1 << 31)
 # Tasks of a packed batch that are followed: they differ, and following all would take long.
 _SAMPLES: Final = 8
+# What a kernel of any other folder may import too.
+_KERNELS: Final = {time_axis.__name__.rpartition(".")[0]: str(Path(inspect.getfile(time_axis)).resolve().parent)}
 # The number of tasks that a persistent kernel's programs share, by the names kernels give it.
 TASKS: Final = ("TASKS", "n_tasks")
 
@@ -134,7 +138,7 @@ class Launch:
             multibuffer=self.multibuffer,
             divisible_by_16=divisible,
             equal_to_1=ones,
-            packages={package: folder} if package else {},
+            packages=_KERNELS | ({package: folder} if package else {}),
             path=() if package else (folder,),
             **settings,
         )

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ..spec import calls
+from ..spec import calls, registry
 from ..spec.declaration import SINGLE_BUFFER, OpSpec
 from ..spec.keys import Form, Key
 from ..spec.layouts import Layout
@@ -19,8 +19,6 @@ TARGET: Final = "Ascend910B3"
 OTHER_TARGETS: Final = ("Ascend910_9391", "Ascend950PR_9589")
 WIDTHS: Final = ((64, 64), (128, 128), (192, 128), (256, 256))
 DTYPES: Final = ("bfloat16", "float32")
-# Launches the other ops' kernels and has none of its own.
-CHAIN: Final = "chunk_gated_delta_rule"
 # Up to this K and V no optimisation may be given up.
 WIDEST_WITHOUT_NOTES: Final = 128
 
@@ -84,15 +82,16 @@ class Part:
         """Whether `make ascend-test` tests the part; the whole matrix would take too long there.
 
         Of the first target half of the parts: with every candidate, every two of width, dtype and kind of batch meet.
-        Of the others one part an op. What has no widths is cheap. Of the chain, whose kernels are the other ops', a
+        Of the others one part an op. What has no widths is cheap. Of a chain, whose kernels are the other ops', a
         quarter: every width, and every dtype with every kind of batch; on the other targets nothing.
         """
+        chain = registry.lookup(self.op).is_chain
         if self.target != TARGET:
-            return self.op != CHAIN and (self.dtype, self.packed) == (DTYPES[0], False)
+            return not chain and (self.dtype, self.packed) == (DTYPES[0], False)
         if self.K == 0:
             return True
         width, dtype = [K for K, _ in WIDTHS].index(self.K), DTYPES.index(self.dtype)
-        return self.packed == bool((width + dtype) % 2) and (self.op != CHAIN or dtype == width // 2)
+        return self.packed == bool((width + dtype) % 2) and (not chain or dtype == width // 2)
 
 
 def parts(spec: OpSpec, target: str = TARGET) -> list[Part]:

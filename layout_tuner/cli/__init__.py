@@ -31,7 +31,7 @@ _on_interrupt(_stop, signal.default_int_handler)
 
 import typer  # noqa: E402
 
-from . import cache, doctor, explain, selftest, shapes, show, warmup  # noqa: E402
+from . import cache, doctor, explain, lint, selftest, shapes, show, warmup  # noqa: E402
 from .common import exit_on_bad_input, version_option  # noqa: E402
 
 app = typer.Typer(
@@ -48,6 +48,7 @@ app.command("shapes")(shapes.shapes)
 app.command("show")(show.show)
 app.command("explain")(explain.explain)
 app.command("doctor")(doctor.doctor)
+app.command("lint")(lint.lint)
 app.command("selftest")(selftest.selftest)
 app.add_typer(cache.app)
 

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import INTERRUPTED, console, print_json, use_interpreter_on_cpu
+from ..errors import LayoutTunerError
+from .common import (
+    BAD_INPUT,
+    FAILED,
+    INTERRUPTED,
+    console,
+    failed_at_work,
+    print_json,
+    use_interpreter_on_cpu,
+)
 
 if TYPE_CHECKING:
+    from ..ranks.exchange import Ranks
     from ..spec.keys import Key
     from ..warming import Report
 
@@ -38,14 +49,22 @@ def warmup(
     target: Annotated[
         str | None, typer.Option(help="Predict for this Ascend model, such as Ascend910B3, without an NPU.")
     ] = None,
+    distributed: Annotated[
+        bool | None,
+        typer.Option(
+            "--distributed/--alone",
+            help="Share the keys with the other ranks that torchrun started; default: where it started several.",
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
     """Tune every key that shapes or misses ask for and that has no decision yet, and store each result at once."""
-    _require_place(cache, config)
     if target is not None:
         from .predict import predict_shapes
 
+        _require_place(cache, config)
         needless = {"--from-misses": from_misses, "--resume": resume, "--device": device, "--budget": budget}
+        needless["--distributed"] = distributed
         refused = [name for name, value in needless.items() if value not in (None, False)]
         faults = ["--target wants --shapes"] if shapes is None else []
         if refused:
@@ -56,27 +75,84 @@ def warmup(
         predict_shapes(shapes, target, ops=chosen_ops(ops), cache=cache, config=config, json=json)
         return
     use_interpreter_on_cpu(device)
-    from ..warming import warmup as run
+    ranks, device = _ranks(distributed, device)
 
-    report = run_with_progress(
-        run,
-        shapes,
-        from_misses=from_misses,
-        resume=resume,
-        config=config,
-        cache=cache,
-        device=device,
-        ops=[name.strip() for name in ops.split(",")] if ops else None,
-        budget_s=budget,
-    )
-    if json:
-        print_json(report_json(report))
-    else:
-        print_report(report)
-    if report.interrupted:
-        raise typer.Exit(INTERRUPTED)
-    if any(report.count(status) for status in ("failed", "unsupported", "left")) or not report.kept:
-        raise typer.Exit(1)
+    def work() -> int:
+        from ..warming import excuse
+        from ..warming import warmup as run
+
+        try:
+            _require_place(cache, config)
+        except LayoutTunerError as error:
+            if ranks is not None:
+                excuse(ranks, "warmup", str(error))
+            raise
+        report = run_with_progress(
+            run,
+            shapes,
+            from_misses=from_misses,
+            resume=resume,
+            config=config,
+            cache=cache,
+            device=device,
+            ops=[name.strip() for name in ops.split(",")] if ops else None,
+            budget_s=budget,
+            group=ranks,
+        )
+        if ranks is None or ranks.rank == 0:
+            if json:
+                print_json(report_json(report))
+            else:
+                print_report(report)
+        if report.interrupted:
+            return INTERRUPTED
+        differ = report.agreement is not None and not report.agreement.agreed
+        failed = any(report.count(status) for status in ("failed", "unsupported", "left"))
+        return int(failed or differ or not report.kept)
+
+    status = work() if ranks is None else worst_of(ranks, work)
+    if status:
+        raise typer.Exit(status)
+
+
+PATIENCE_S = 600.0
+"""Seconds without a word after which ranks give another one up."""
+
+
+def _ranks(distributed: bool | None, device: str | None) -> tuple[Ranks | None, str | None]:
+    """The ranks that torchrun started, where keys are shared with them, and this rank's own device."""
+    from ..config import torchrun
+
+    started = torchrun()
+    if distributed and not started:
+        raise typer.BadParameter(
+            "--distributed wants what torchrun sets (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT): start it as "
+            "`torchrun --nproc-per-node N -m layout_tuner.cli warmup --distributed ...`"
+        )
+    if not started or not (distributed or (distributed is None and int(started["WORLD_SIZE"]) > 1)):
+        return None, device
+    from ..device import driver
+    from ..ranks.exchange import Ranks
+
+    kind = driver.resolve(device).type
+    if device in (None, kind) and kind != "cpu":
+        device = f"{kind}:{started.get('LOCAL_RANK', started['RANK'])}"
+    return Ranks.started(PATIENCE_S), device
+
+
+def worst_of(ranks: Ranks, work: Callable[[], int]) -> int:
+    """The worst exit status of all ranks, which every one of them ends with; one that died counts as failed."""
+    status = FAILED
+    patience_s = PATIENCE_S
+    try:
+        status = work()
+        patience_s = 30.0  # the others are done too
+    except LayoutTunerError as error:
+        status = FAILED if failed_at_work(error) else BAD_INPUT
+        raise
+    finally:
+        status = ranks.worst(status, patience_s)
+    return status
 
 
 def _require_place(cache: Path | None, config: Path | None) -> None:
@@ -115,7 +191,9 @@ def run_with_progress(run: Any, shapes: Path | None, **named: Any) -> Report:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     out = console(stderr=True)
-    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as bar:
+    ranks = named.get("group")
+    quiet = not out.is_terminal or (ranks is not None and ranks.rank != 0)
+    with Progress(*columns, console=out, transient=True, disable=quiet) as bar:
         task = bar.add_task("warm-up", total=None)
 
         def progress(number: int, total: int, key: Key) -> None:
@@ -137,6 +215,10 @@ def print_report(report: Report) -> None:
     for row in report.rows:
         if row.status in ("failed", "unsupported", "left"):
             out.print(f"{row.status}: {row.key or ''} {row.reason}".replace("  ", " "), markup=False)
+    for note in report.notes:
+        out.print(note, markup=False)
+    if report.agreement is not None:
+        out.print(str(report.agreement), markup=False)
     if report.environment.interpreted:
         out.print(INTERPRETER_NOTE)
     tuned, stored = report.count("tuned"), report.count("stored")
@@ -158,12 +240,15 @@ def report_json(report: Report) -> dict[str, Any]:
         "interpreted": report.environment.interpreted,
         "store": report.store,
         "interrupted": report.interrupted,
+        "notes": list(report.notes),
+        "agreed": None if report.agreement is None else report.agreement.agreed,
         "keys": [
             {
                 "key": str(row.key) if row.key else None,
                 "status": row.status,
                 "reason": row.reason,
                 "seconds": row.seconds,
+                "rank": row.rank,
                 "decision": decision_json(row.decision) if row.decision else None,
             }
             for row in report.rows

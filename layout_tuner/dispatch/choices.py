@@ -45,7 +45,7 @@ from .decisions import Decisions, candidate_of, candidates
 
 log = logging.getLogger(__name__)
 
-Policy = Literal["tune", "default", "error"]
+Policy = Literal["tune", "default", "error", "sync"]
 
 BESIDE = "it is being tuned in a process of its own"
 UNCHECKED = "its candidate is being checked as it is compiled here"
@@ -344,6 +344,8 @@ class Choices(Decisions):
             raise TuningError(f"{key}: no decision in {self.store.name}, and on_miss is 'error'")
         if policy == "default":
             return stand_in(default, "on_miss is 'default'")
+        if policy == "sync":
+            return stand_in(default, "the ranks tune it together at a later entry")
         place = (key, environment(device).id)
         if place in self._passed_over and in_backward():
             return stand_in(default, "the call that a checkpoint repeats took it", frozen=False)
@@ -403,11 +405,13 @@ class Choices(Decisions):
         return True
 
     def policy(self, device: torch.device) -> Policy:
-        """The policy for misses: the settings', else `tune` on an accelerator with one process, `default` elsewhere."""
-        if self.on_miss is not None:
-            return self.on_miss
-        if self.config.tuning.on_miss != "auto":
-            return self.config.tuning.on_miss
+        """The policy for misses: the settings', else `tune` on an accelerator with one process, `default` elsewhere.
+
+        Without other ranks there is nobody to tune with, and `sync` is as if nothing was said.
+        """
+        wanted = self.on_miss or self.config.tuning.on_miss
+        if wanted != "auto" and (wanted != "sync" or driver.multi_process()):
+            return wanted
         return "default" if device.type == "cpu" or driver.multi_process() else "tune"
 
     def tune_beside(self, spec: OpSpec, key: Key, device: torch.device, default: Candidate) -> Choice:
@@ -478,6 +482,49 @@ class Choices(Decisions):
         outcome, decision = self.make(spec, key, device, budget_s)
         winner = candidate_of(spec, key, device, outcome.winner)
         return outcome, Choice(candidate=winner, source="measured", record=decision)
+
+    # -- what several ranks decided together -------------------------------------------------------------------
+
+    def adopt(self, spec: OpSpec, key: Key, device: torch.device, record: DecisionRecord) -> None:
+        """Follow a decision that ranks share, from the next call on. What is forced stays.
+
+        Args:
+            spec: The op.
+            key: The key, T as it is tuned.
+            device: Where.
+            record: The decision; nothing changes where its candidate does not exist here in that revision.
+        """
+        alive = {(each.id, each.revision) for each in candidates(spec, key, device)}
+        if (record.candidate, record.revision) not in alive:
+            log.warning("%s: %s is not here as another rank has it", key, record.candidate)
+            return
+        candidate = candidate_of(spec, key, device, record.candidate)
+        self._settle(spec, key, device, Choice(candidate=candidate, source=record.source, record=record))
+
+    def abide(self, spec: OpSpec, key: Key, device: torch.device, reason: str) -> None:
+        """Run the default for a key that ranks came to no decision for.
+
+        Args:
+            spec: The op.
+            key: The key, T as it is tuned.
+            device: Where.
+            reason: Why there is none.
+        """
+        self._settle(spec, key, device, stand_in(spec.default(key, driver.chip(device)), reason))
+
+    def _settle(self, spec: OpSpec, key: Key, device: torch.device, choice: Choice) -> None:
+        if not self.tuning:
+            return
+        place = (key, environment(device).id)
+        default = spec.default(key, driver.chip(device))
+        with self._lock:
+            held = self.choices.get(place)
+            if held is not None and held.source == "forced":
+                return
+            forced = self.forced_choice(spec, key, device, default)
+            self.choices[place] = forced or self.vetted(spec, key, device, default, choice)
+            self._tuned.pop(place, None)
+            self.look_again()
 
 
 def whole_blocks(key: Key, size: int) -> bool:

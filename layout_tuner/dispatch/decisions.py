@@ -51,6 +51,7 @@ class Decisions:
         self.timer = timer
         self.forced = dict(forced)
         self.tallies = Tallies()
+        self.publishes = True  # whether what is found is stored; among several ranks one of them stores it
         self.variants: dict[tuple[Key, str], str | None] = {}
         self._lock = FamilyLock()
         self._store: LayeredStore | None = None
@@ -157,10 +158,11 @@ class Decisions:
         winner = candidate_of(spec, key, device, outcome.winner)
         decision, facts = outcome_record(key, where, outcome, winner)
         count_tuning(spec.name)
-        try:
-            self.store.publish(decision, facts)
-        except Exception as error:  # a cache never fails an op
-            log.warning("cache: %s: the decision is kept in memory only", error)
+        if self.publishes:
+            try:
+                self.store.publish(decision, facts)
+            except Exception as error:  # a cache never fails an op
+                log.warning("cache: %s: the decision is kept in memory only", error)
         log.info("%s: %s", key, describe(outcome))
         return outcome, decision
 
@@ -199,6 +201,8 @@ class Decisions:
         self, spec: OpSpec, key: Key, device: torch.device, found: Sequence[Measurement], candidate: Candidate
     ) -> None:
         """Store what was found of candidates of which nothing was timed."""
+        if not self.publishes:
+            return
         where = environment(device)
         try:
             self.store.publish(*check_record(key, where, found, candidate, spec.default(key, driver.chip(device))))

@@ -49,6 +49,7 @@ R = TypeVar("R")
 MOST_SIGNATURES = 4096
 
 _routers: weakref.WeakSet[Router] = weakref.WeakSet()
+_numbers = itertools.count()
 
 
 class Router(Choices):
@@ -74,6 +75,7 @@ class Router(Choices):
         super().__init__(config, tuning=tuning, on_miss=on_miss, timer=timer, forced=forced)
         self.prepared = Memory()
         self.misses = MissLog()
+        self.number = next(_numbers)
         _routers.add(self)
         weakref.finalize(self, self.tallies.retire).atexit = False
 
@@ -387,6 +389,7 @@ elsewhere: Callable[..., Outputs] | None = None
 _current: Router = _DEFAULT
 _last = _DEFAULT.prepared.last  # the current router's; one look-up less at every call
 _entries: dict[int, Router] = {}
+_leaving: dict[int, Callable[[], None]] = {}  # what ends with an entry
 _tickets = itertools.count()
 _stack_lock = ProcessLock()
 
@@ -397,11 +400,13 @@ def activate(router: Router) -> None:
     _current, _last = router, router.prepared.last
 
 
-def push(router: Router) -> int:
-    """Make a router the newest entry; returns the ticket with which `remove` takes it out again."""
+def push(router: Router, leave: Callable[[], None] | None = None) -> int:
+    """Make a router the newest entry; returns the ticket with which `remove` takes it out again, then calls `leave`."""
     with _stack_lock:
         ticket = next(_tickets)
         _entries[ticket] = router
+        if leave is not None:
+            _leaving[ticket] = leave
         activate(router)
     return ticket
 
@@ -422,21 +427,40 @@ def holds(ticket: int | None) -> bool:
 def remove(ticket: int | None) -> None:
     """Remove an entry, wherever in the stack it is; without effect once it is gone."""
     with _stack_lock:
+        leave = None
         if ticket is not None:
             _entries.pop(ticket, None)
+            leave = _leaving.pop(ticket, None)
         activate(next(reversed(_entries.values()), _DEFAULT))
+    if leave is not None:
+        leave()
 
 
 def clear() -> None:
     """Remove every entry."""
     with _stack_lock:
+        leaving = list(_leaving.values())
         _entries.clear()
+        _leaving.clear()
         activate(_DEFAULT)
+    for leave in leaving:
+        leave()
 
 
 def active() -> bool:
     """Whether there is any entry."""
     return bool(_entries)
+
+
+def entries() -> list[Router]:
+    """The routers of all entries, the oldest first, each once."""
+    with _stack_lock:
+        return list(dict.fromkeys(_entries.values()))
+
+
+def live() -> list[Router]:
+    """Every router that looks decisions up and is still there, the oldest first, each once."""
+    return sorted((each for each in list(_routers) if each.tuning), key=lambda each: each.number)
 
 
 def current() -> Router:

@@ -6,6 +6,7 @@ those of its published configuration; another release that keeps its fields is r
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,9 @@ Configuration = Mapping[str, Any]
 # that each of its ranks has all of them.
 GATHERS = "transformers"
 SERVING = ("vllm",)
+# Who repeats queries and keys for each value head before the call: Megatron always, transformers until 5.22.
+REPEATED = "queries and keys repeated"
+REPEATS = {"transformers": (False, True), "megatron": (True,)}
 GATED_DELTA_RULE = "chunk_gated_delta_rule"
 
 
@@ -187,10 +191,15 @@ def shapes_of(
         raise ConfigError("no shapes of this model:\n  " + "\n  ".join([*faults, *wrong]))
     rows = []
     for caller in callers or (layer.library,):
-        for ranks in dict.fromkeys((tp, 1) if caller == GATHERS else (tp,)):
+        shared = dict.fromkeys((tp, 1) if caller == GATHERS else (tp,))
+        for ranks, repeated in itertools.product(shared, REPEATS.get(caller, (False,))):
+            if repeated and layer.H == layer.HV and len(REPEATS[caller]) > 1:
+                continue  # the same again
             whose = f"{name}, heads of one of {ranks} ranks" if ranks > 1 else f"{name}, all heads"
+            whose += f", {REPEATED}" if repeated and layer.H != layer.HV else ""
+            heads = layer.HV if repeated else layer.H
             common = {
-                "B": 1 if packed or caller in SERVING else batch, "T": list(lengths), "H": layer.H // ranks,
+                "B": 1 if packed or caller in SERVING else batch, "T": list(lengths), "H": heads // ranks,
                 "HV": layer.HV // ranks, "K": layer.K, "V": layer.V, "dtype": main,
                 "varlen": packed or caller in SERVING, "model": whose,
             }  # fmt: skip

@@ -82,7 +82,9 @@ class Verdict(NamedTuple):
     faster: bool = False
 
 
-_verdicts: weakref.WeakKeyDictionary[Router, dict[object, Verdict]] = weakref.WeakKeyDictionary()
+Verdicts = weakref.WeakKeyDictionary[Router, dict[object, Verdict]]
+
+_verdicts: Verdicts = weakref.WeakKeyDictionary()
 
 
 class _Thread(threading.local):
@@ -122,10 +124,20 @@ class Takeover:
     Args:
         op: The op's name, which is the same in the library and here.
         make_rivalry: Makes the comparison with the library's function; returns None while the library is not imported.
+        library: What runs a call that is not taken, for people.
+        verdicts: Remembers the verdicts of calls that every entry serves; None: only those that `serve` names do.
     """
 
-    def __init__(self, op: str, make_rivalry: Callable[[Takeover], Rivalry | None]) -> None:
+    def __init__(
+        self,
+        op: str,
+        make_rivalry: Callable[[Takeover], Rivalry | None],
+        library: str = "flash-linear-attention",
+        verdicts: Verdicts | None = None,
+    ) -> None:
         self.op = op
+        self.library = library
+        self.verdicts = verdicts
         self.make_rivalry = make_rivalry
         self.spec = registry.lookup(op)
         self.ours: Callable[..., Any] = getattr(ops, op)
@@ -137,7 +149,7 @@ class Takeover:
     def verify(self, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
         """Answer the library's registry: whether this call is served here, and if not, why."""
         made = router.current()
-        known = _verdicts.get(made)
+        known = _verdicts.get(made) if self.verdicts is None else self.verdicts.setdefault(made, {})
         if known is None:
             return False, "no entry takes calls of this library"
         traits = (self.op, len(args), torch.is_grad_enabled(), *map(trait, self.names, args))
@@ -187,7 +199,7 @@ class Takeover:
             _fallthroughs[self.op, reason] += 1
             first = _fallthroughs[self.op, reason] == 1
         if first:
-            log.warning("%s: left to flash-linear-attention: %s", self.op, reason)
+            log.warning("%s: left to %s: %s", self.op, self.library, reason)
 
     # -- the verdict -------------------------------------------------------------------------------------------
 

@@ -261,7 +261,8 @@ OPERATORS: dict[str, Any] = {}
 
 def trace_all() -> None:
     """Make an operator of every op but those that have one of their own, and let compilers and the router find it."""
-    OPERATORS.update({name: operator_of(name) for name in registry.names() if name != "chunk_gated_delta_rule"})
+    specs = [registry.lookup(name) for name in registry.names()]
+    OPERATORS.update({spec.name: operator_of(spec.name) for spec in specs if not spec.is_chain})
     for function, instead in (
         (router.call, traced),
         (packing.chunks_of, traced_chunks),

@@ -188,6 +188,16 @@ class OpSpec:
         """The option that says that gradients are wanted, where the op has one."""
         return next((option for option in self.options if option.differentiates), None)
 
+    @functools.cached_property
+    def withheld(self) -> tuple[None, ...]:
+        """None for each operand that no caller passes: the gradients of outputs."""
+        return (None,) * len([operand for operand in self.operands if operand.given_with])
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether its candidates run other ops, forward and backward, and launch few kernels of their own."""
+        return self.gradient_option is not None
+
     def v_first(self, form: Form) -> bool:
         """Whether states of a form have V ahead of K."""
         return any(option.turns_states and form.flag(option.label) for option in self.options)

@@ -1,7 +1,8 @@
 """Lists the chunks of a packed batch: the sequence of each, and its number in that sequence.
 
-The number of chunks sizes outputs and grids, so making these lists reads `cu_seqlens` on the host once. A batch is
-packed once and used by every layer and by the backward, hence the memo by tensor.
+The number of chunks sizes outputs and grids, so listing them reads `cu_seqlens` on the host once. A batch is packed
+once and used by every layer and by the backward, hence the memo by tensor. Whoever has the list (`chunk_indices`) waits
+for nothing: where each sequence's chunks begin is then computed on the device.
 
 A write that torch does not see (through memory shared with numpy, by `.data`, by a custom kernel, in a graph's replay)
 leaves a tensor's version as it was. Starts on the host are therefore read at every call. Starts on a device are not:
@@ -33,6 +34,8 @@ class _Chunks(NamedTuple):
 _lock = ProcessLock()
 # By the tensor's identity and chunk size; a buffer that is written to again and again has the newest lists alone.
 _memo: dict[tuple[int, int], _Chunks] = {}
+# Offsets that were computed on a device, likewise.
+_computed: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], tuple[int, int], torch.Tensor]] = {}
 
 
 def prepare_chunk_indices(
@@ -106,7 +109,30 @@ def prepare_chunk_offsets(
         chunk_size: Tokens in a chunk.
         cu_seqlens_cpu: The same on the host, where the caller has them.
     """
+    alone = cu_seqlens_cpu is None and type(cu_seqlens) is torch.Tensor and type(chunk_size) is int
+    if alone and not cu_seqlens.is_cpu and _known(cu_seqlens, chunk_size) is None:
+        return _computed_offsets(cu_seqlens, chunk_size)
     return _prepared(cu_seqlens, chunk_size, cu_seqlens_cpu)[1]
+
+
+def _computed_offsets(cu_seqlens: torch.Tensor, chunk_size: int) -> torch.Tensor:
+    """`prepare_chunk_offsets` on the device, without waiting for it, so that nobody sees whether starts fall.
+
+    It is for callers who brought `chunk_indices`, and for an inference tensor, whose lists are not remembered.
+    """
+    slot, version = (id(cu_seqlens), chunk_size), _version(cu_seqlens)
+    lasting = not cu_seqlens.is_inference() and not torch._C._len_torch_dispatch_stack()
+    kept = _computed.get(slot) if lasting else None
+    if kept is not None and kept[0]() is cu_seqlens and kept[1] == version:
+        return kept[2]
+    counts = (cu_seqlens.diff().long().clamp_min(0) + (chunk_size - 1)) // chunk_size
+    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    if lasting:
+        computed = _computed  # as in `_remember`
+        of = weakref.ref(cu_seqlens, lambda _: computed.pop(slot, None))
+        with _lock:
+            _computed[slot] = of, version, offsets
+    return offsets
 
 
 def written(tensor: torch.Tensor) -> object:

@@ -44,6 +44,8 @@ def declaration_faults(spec: OpSpec) -> list[str]:
     time_axes = [tensor.name for tensor in tensors if tensor.time_axis]
     faults += [f"{name}: in layout_groups, but no time-axis tensor" for name in named if name not in time_axes]
     faults += [f"{name}: a time-axis tensor in no layout group" for name in time_axes if name not in named]
+    if spec.is_chain and spec.by_reference is None:
+        faults.append("by_reference: wanted one where gradients are an option, such as ChainByReference")
     return faults
 
 

@@ -12,6 +12,7 @@ from dv_local import CANDIDATES, SPEC, arguments, assert_right, dv_local, key
 from layout_tuner.kernels import dv_local as kernels
 
 import layout_tuner
+from layout_tuner import ops
 from layout_tuner.config import Config
 from layout_tuner.device import driver, environment, software
 from layout_tuner.dispatch import router
@@ -298,3 +299,33 @@ def test_a_forked_child_has_the_runtimes_own_words(python, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Cannot re-initialize NPU in forked subprocess."), done.stderr
+
+
+# -- waiting for the device ----------------------------------------------------------------------------------------
+
+
+def waits(sim: ModuleType, what: str, layers: int = 3) -> int:
+    """How often the host waits in one prefill of a packed batch of a model of several layers, in inference mode."""
+    generator = torch.Generator().manual_seed(3)
+    ends = [0, 7, 25]
+    shapes = dict(q=(1, 25, 1, 16), k=(1, 25, 1, 16), v=(1, 25, 2, 16), g=(1, 25, 2), beta=(1, 25, 2))
+    tensors = {name: -torch.rand(shape, generator=generator).to(npu()) for name, shape in shapes.items()}
+    state = torch.zeros(2, 2, 16, 16, device=npu())
+    with torch.inference_mode():
+        given: dict[str, torch.Tensor] = {"cu_seqlens": torch.tensor(ends, dtype=torch.int32).to(npu())}
+        if what == "cu_seqlens_cpu":
+            given[what] = torch.tensor(ends, dtype=torch.int32)
+        elif what == "chunk_indices":
+            given[what] = torch.tensor([[0, 0], [1, 0], [1, 1]], dtype=torch.int32).to(npu())
+        options = dict(initial_state=state, output_final_state=True, chunk_size=16)
+        ops.chunk_gated_delta_rule(**tensors, **given, **options)  # what is prepared once for a signature
+        before = sim.sync_count()
+        for _ in range(layers):
+            ops.chunk_gated_delta_rule(**tensors, **given, **options)
+        return sim.sync_count() - before
+
+
+def test_a_prefill_in_inference_mode_waits_for_nothing_that_its_caller_brought(sim):
+    assert waits(sim, "cu_seqlens_cpu") == 0
+    assert waits(sim, "chunk_indices") == 0
+    assert waits(sim, "cu_seqlens") <= 3, "such a tensor may be written to without a trace, so each layer looks"

@@ -1,9 +1,10 @@
-"""What no signature tells of the arguments of `chunk_gated_delta_rule`, refused."""
+"""The arguments of `chunk_gated_delta_rule`, checked and as its operands are, for eager and for traced calls."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ...errors import UnsupportedProblemError
@@ -15,6 +16,24 @@ from .spec import SPEC
 def of_type(things: Sequence[object], kind: type) -> bool:
     """Whether all are of a type or None."""
     return False not in [thing is None or isinstance(thing, kind) for thing in things]
+
+
+def operands(tensors: tuple[Tensor | None, ...], options: tuple[bool | int, ...]) -> tuple[Tensor | None, ...]:
+    """The tensors of a call that was checked, as `SPEC` lists them: cast by autocast, and the gate's parameters `[HV]`.
+
+    Args:
+        tensors: As `SPEC` lists them.
+        options: As `SPEC` lists them, without `grad`.
+    """
+    q, k, v, g, beta, *parameters, initial_state = tensors
+    assert q is not None and k is not None and v is not None
+    use_gate_in_kernel = options[5]  # without it nothing reads them
+    parameters = [x.reshape(-1) if x is not None and use_gate_in_kernel else None for x in parameters]
+    kind = q.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    return (q, k, v, g, beta, *parameters, initial_state)
 
 
 def check(

@@ -7,27 +7,21 @@ T_CONTIG; each stage's kernel variant is the one stored for that stage, else its
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
-from ...device.failures import first_line
-from ...errors import PackingError
-from ...launch.prepared import bind_candidate
-from ...launch.replay import Replayed
-from ...spec import layouts, registry
-from ...spec.declaration import Candidate, Launch, Problem
-from ...spec.keys import Form
-from ...spec.layouts import Layout, LayoutPlan
-from ...spec.operands import SIZES
+from ...spec import layouts
+from ...spec.declaration import Problem
+from ...spec.layouts import Layout
+from ...spec.operands import Outputs
 from ...spec.packing import chunks_of
+from ..chain import chain
+from ..chain.chain import Packed, Scalars
+from ..chain.stages import Facts
 from . import fused
 from .activations import BetaGate, RowNorm
-
-log = logging.getLogger(__name__)
 
 RCP_LN2 = 1.4426950408889634
 
@@ -81,7 +75,7 @@ def present(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-class Chain:
+class Chain(chain.Chain[Saved]):
     """Every stage of a problem bound to one layout of the gates; called, it runs forward and, with `grad`, backward.
 
     Args:
@@ -91,117 +85,79 @@ class Chain:
             forward alone.
     """
 
+    saved_type = Saved
+    sources: ClassVar[Mapping[str, str]] = {**{name: name for name in Inputs._fields}, "raw_g": "g"}
+    made: ClassVar[Mapping[str, str]] = {"A": "B T HV BT", "q_rstd": "B T H", "k_rstd": "B T H"}
+    turning = ("g", "beta")
+    arriving = ("raw_g",)
+    output_like = "v"
+    linear = ("v", "initial_state")
+
     def __init__(self, problem: Problem, layout: Layout, variant: str = "chain") -> None:
-        form = problem.form
-        self.problem, self.layout, self.BT = problem, layout, problem.BT
-        self.grad, self.gated = form.flag("grad"), problem.has("g")
-        self.fused_gate = form.flag("use_gate_in_kernel")
-        output_final_state, state_v_first = form.flag("output_final_state"), form.flag("state_v_first")
-        state_dtype = form.entries.get("initial_state", "")
-        state = {"initial_state": state_dtype} if state_dtype else {}
-        last = {"output_final_state": "1"} if output_final_state else {}
-        v_first = {"state_v_first": "1"} if state_v_first else {}
-        gate = {"g": f"float32@{layout.value}"} if self.gated else {}
-        beta = {"beta": f"float32@{layout.value}"}
+        super().__init__(problem, layout)
+        form, main = problem.form, problem.key.dtype
+        self.gated, self.fused_gate = problem.has("g"), form.flag("use_gate_in_kernel")
+        last, v_first = form.flag("output_final_state"), form.flag("state_v_first")
+
+        def given(operand: str, name: str = "") -> dict[str, Facts]:
+            """Facts of an operand of the chain that a stage knows under that name; nothing where it is absent."""
+            return {name or operand: Facts(form.entries[operand])} if operand in form else {}
+
         self.raw_layout = layouts.as_read(form.arrival("g") or Layout.STRIDE_HV)
-        raw_dtype = form.dtype("g") or problem.key.dtype
-        raw = {"g": f"{raw_dtype}@{self.raw_layout.value}"}
-        bias = {name: form.entries[name] for name in ("A_log", "dt_bias") if name in form}
-        if self.gated:
-            plan = LayoutPlan.of({"g": self.raw_layout, "out": layout})
-            op = "gdn_gate_chunk_cumsum" if self.fused_gate else "chunk_local_cumsum"
-            self.sum_gate = self._stage(op, {**raw, **bias, "output_dtype": "float32", "resets": "1"}, plan, raw_dtype)
+        raw = {"g": Facts(form.dtype("g") or main, self.raw_layout)}
+        parameters = {**given("A_log"), **given("dt_bias")}
+        gate = {"g": Facts("float32", layout)} if self.gated else {}
+        gates = {**gate, "beta": Facts("float32", layout)}
+        state, h0 = given("initial_state"), given("initial_state", "h0")
+        if self.fused_gate:
+            self.sum_gate = self.stage(
+                "gdn_gate_chunk_cumsum", {**raw, **parameters}, {"out": layout}, output_dtype="float32", resets=True
+            )
+        elif self.gated:
+            self.sum_gate = self.stage("chunk_local_cumsum", raw, {"out": layout}, output_dtype="float32", resets=True)
         if variant != "chain":
             self.inner_forward = fused.bind_forward(problem, layout)
         else:
             self.inner_forward = self._staged_forward
-            self.intra = self._stage("chunk_gated_delta_rule_fwd_intra", {**gate, **beta})
-            self.fwd_h = self._stage("chunk_gated_delta_rule_fwd_h", {**gate, **state, **last, **v_first})
-            self.fwd_o = self._stage("chunk_fwd_o", {**gate, **v_first})
+            self.intra = self.stage("chunk_gated_delta_rule_fwd_intra", gates)
+            self.fwd_h = self.stage(
+                "chunk_gated_delta_rule_fwd_h", {**gate, **state}, output_final_state=last, state_v_first=v_first
+            )
+            self.fwd_o = self.stage("chunk_fwd_o", gate, state_v_first=v_first)
         if self.grad:
-            dht = {"dht": "float32"} if output_final_state and problem.key.dtype != "float32" else {}
-            dht = {"dht": "1"} if output_final_state and not dht else dht
-            h0 = {"h0": state_dtype} if state_dtype else {}
+            dht = {"dht": Facts("float32")} if last else {}
+            through = {**gate, "w": Facts(main), "dv": Facts(main)}
             if variant == "fused":
                 self.inner_backward = self._fused_backward
                 self.scores = fused.bind_scores(problem, layout)
                 self.states = fused.bind_states(problem, layout)
                 self.walk_back = fused.bind_walk_back(problem, layout, last=False)
                 self.walk_back_last = fused.bind_walk_back(problem, layout, last=True)
-                self.dqkwg = self._stage("chunk_bwd_dqkwg", {**gate, "w": "1", "dv": "1"})
+                self.dqkwg = self.stage("chunk_bwd_dqkwg", through)
                 self.inverse_backward = fused.bind_inverse_backward(problem, layout)
             else:
                 self.inner_backward = self._staged_backward
-                self.recompute_w_u = self._stage("recompute_w_u_fwd", {**gate, **beta})
-                self.recompute_h = self._stage("chunk_gated_delta_rule_fwd_h", {**gate, **state, **v_first})
-                self.dv_local = self._stage("chunk_bwd_dv_local", gate)
-                self.dhu = self._stage("chunk_gated_delta_rule_bwd_dhu", {**gate, **h0, **v_first})
-                self.dhu_last = self._stage("chunk_gated_delta_rule_bwd_dhu", {**gate, **h0, **dht, **v_first})
-                self.dqkwg = self._stage("chunk_bwd_dqkwg", {**gate, "w": "1", "dv": "1", **v_first})
-                self.wy_bwd = self._stage("prepare_wy_repr_bwd", {**gate, **beta})
+                self.recompute_w_u = self.stage("recompute_w_u_fwd", gates)
+                self.recompute_h = self.stage("chunk_gated_delta_rule_fwd_h", {**gate, **state}, state_v_first=v_first)
+                self.dv_local = self.stage("chunk_bwd_dv_local", gate)
+                dhu = "chunk_gated_delta_rule_bwd_dhu"
+                self.dhu = self.stage(dhu, {**gate, **h0}, state_v_first=v_first)
+                self.dhu_last = self.stage(dhu, {**gate, **h0, **dht}, state_v_first=v_first)
+                self.dqkwg = self.stage("chunk_bwd_dqkwg", through, state_v_first=v_first)
+                self.wy_bwd = self.stage("prepare_wy_repr_bwd", gates)
             if self.gated:
-                plan = LayoutPlan.of({"g": layout, "out": layout if self.fused_gate else Layout.STRIDE_HV})
-                summed = {**gate, "output_dtype": "float32", "reverse": "1"}
-                self.sum_dg = self._stage("chunk_local_cumsum", summed, plan, "float32")
+                summed = {"out": layout if self.fused_gate else Layout.STRIDE_HV}
+                self.sum_dg = self.stage("chunk_local_cumsum", gate, summed, output_dtype="float32", reverse=True)
             if self.fused_gate:
-                plan = LayoutPlan.of({"g": self.raw_layout, "dyg": layout, "dg": Layout.STRIDE_HV})
-                raw["dyg"] = f"float32@{layout.value}"
-                self.gate_bwd = self._stage("gdn_gate_bwd", {**raw, **bias, "resets": "1"}, plan, raw_dtype)
+                gate_reads = {**raw, **parameters, "dyg": Facts("float32", layout)}
+                self.gate_bwd = self.stage("gdn_gate_bwd", gate_reads, {"dg": Layout.STRIDE_HV}, resets=True)
         self.beta_gate = BetaGate(problem, layout)
         self.row_norm = RowNorm(problem) if form.flag("use_qk_l2norm_in_kernel") else None
-        self.instead: Chain | None = None
-        self.dense_forward, self.dense_backward = Replayed(self._dense_forward), Replayed(self._dense_backward)
 
-    def _stage(
-        self, op: str, entries: dict[str, str], plan: LayoutPlan | None = None, dtype: str | None = None
-    ) -> Launch:
-        """One stage's launch: its stored variant, else its default, with every gate in the chain's layout.
-
-        Args:
-            op: The stage.
-            entries: Its form without the chunk size.
-            plan: Its layouts; None puts every time-axis tensor into the chain's.
-            dtype: Of its first tensor; None: the chain's.
-        """
-        spec, key = registry.lookup(op), self.problem.key
-        if op != "gdn_gate_bwd":  # the one stage that knows no chunks
-            entries = {**entries, "BT": str(self.BT)}
-        sizes = {name: getattr(key, name) for name in SIZES}
-        stage = spec.key_for(sizes, dtype=dtype or key.dtype, form=Form(entries), varlen=key.varlen)
-        default = spec.default(stage, self.problem.chip)
-        variant = self.problem.variant_of(spec, stage) or default.variant
-        if plan is None:
-            plan = LayoutPlan.of(dict.fromkeys(spec.time_operands, self.layout))
-        candidate = Candidate(variant=variant, plan=plan, revision=spec.revision)
-        return bind_candidate(spec, Problem(key=stage, chip=self.problem.chip), candidate)
-
-    def forward(
-        self,
-        inputs: Inputs,
-        scale: float | None,
-        cu_seqlens: Tensor | None,
-        chunk_indices: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, Saved]:
-        """Output, final state, and what the backward needs; from a prepared list where the batch is not packed."""
-        if cu_seqlens is None:
-            o, final_state, *saved = self.dense_forward(tuple(inputs), scale)
-            return present(o), final_state, Saved(*saved)  # type: ignore[arg-type]
-        return self.launch_forward(inputs, scale, cu_seqlens, chunk_indices)
-
-    def _dense_forward(self, tensors: Sequence[Tensor | None], scale: float | None) -> tuple[Tensor | None, ...]:
-        """The forward as a function of tensors."""
-        o, final_state, saved = self.launch_forward(Inputs._make(tensors), scale, None, None)
-        return (o, final_state, *saved)
-
-    def launch_forward(
-        self,
-        inputs: Inputs,
-        scale: float | None,
-        cu_seqlens: Tensor | None,
-        chunk_indices: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, Saved]:
+    def launch_forward(self, inputs: Sequence[Any], scalars: Scalars, packed: Packed) -> tuple[Outputs, Saved]:
         """The forward, stage by stage."""
-        q, k, v, g, beta, A_log, dt_bias, initial_state = inputs
+        q, k, v, g, beta, *parameters, initial_state = inputs
+        (scale,), (cu_seqlens, chunk_indices) = scalars, packed
         if cu_seqlens is not None:
             chunk_indices = chunks_of(cu_seqlens, chunk_indices, self.BT, v.shape[1])
         packed = (cu_seqlens, chunk_indices)
@@ -212,13 +168,13 @@ class Chain:
         G = g
         if self.fused_gate:
             raw_g = g
-            (G,) = self.sum_gate(g, A_log, dt_bias, RCP_LN2, *packed)
+            (G,) = self.sum_gate(g, *parameters, RCP_LN2, *packed)
         elif self.gated:
             (G,) = self.sum_gate(g, RCP_LN2, *packed)
         strength = self.beta_gate.forward(beta)
         o, final_state, A = self.inner_forward(q, k, v, G, strength, initial_state, scale, packed)
-        saved = Saved(q, k, v, G, strength, A, initial_state, q_rstd, k_rstd, raw_g, A_log, dt_bias)
-        return o, final_state, saved
+        saved = Saved(q, k, v, G, strength, A, initial_state, q_rstd, k_rstd, raw_g, *parameters)
+        return (o, final_state), saved
 
     def _staged_forward(
         self,
@@ -229,7 +185,7 @@ class Chain:
         beta: Tensor,
         initial_state: Tensor | None,
         scale: float | None,
-        packed: fused.Packed,
+        packed: Packed,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Output, final state and A from the activated inputs and the cumulative gate, stage by stage."""
         w, u, A = self.intra(k, v, G, beta, *packed)
@@ -238,85 +194,19 @@ class Chain:
         (o,) = self.fwd_o(q, k, v_new, h, G, None, scale, *packed)
         return present(o), final_state, present(A)
 
-    def backward_or_default(
-        self,
-        saved: Saved,
-        do: Tensor,
-        dht: Tensor | None,
-        wanted: Sequence[bool],
-        scale: float | None,
-        cu_seqlens: Tensor | None,
-        chunk_indices: Tensor | None,
-    ) -> Gradients:
-        """`backward`; where it fails, that of the default candidates, from then on.
-
-        Raises:
-            Exception: What the chain raised, where the default does not run either.
-        """
-        arguments = (saved, do, dht, wanted, scale, cu_seqlens, chunk_indices)
-        if self.instead is not None:
-            return self.instead.backward(*arguments)
-        try:
-            return self.backward(*arguments)
-        except Exception as error:
-            if isinstance(error, PackingError):
-                raise
-            key, chip = self.problem.key, self.problem.chip
-            spec = registry.lookup(key.op)
-            instead = bind_candidate(spec, Problem(key=key, chip=chip), spec.default(key, chip))
-            assert isinstance(instead, Chain)
-            try:
-                gradients = instead.backward(*arguments)
-            except Exception:
-                raise error from None
-            if not isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-                log.warning("%s: the backward failed (%s): the default candidates run", key, first_line(error))
-                self.instead = instead
-            return gradients
-
-    def backward(
-        self,
-        saved: Saved,
-        do: Tensor,
-        dht: Tensor | None,
-        wanted: Sequence[bool],
-        scale: float | None,
-        cu_seqlens: Tensor | None,
-        chunk_indices: Tensor | None,
-    ) -> Gradients:
-        """Gradients of the inputs that `wanted` names, in the forward's order; from a prepared list likewise."""
-        do = do.contiguous()
-        dht = None if dht is None else dht.contiguous()
-        if cu_seqlens is None:
-            gradients = self.dense_backward((*saved, do, dht), tuple(wanted), scale)
-            return Gradients._make(gradients)
-        return self.launch_backward(saved, do, dht, wanted, scale, cu_seqlens, chunk_indices)
-
-    def _dense_backward(
-        self, tensors: Sequence[Tensor | None], wanted: Sequence[bool], scale: float | None
-    ) -> tuple[Tensor | None, ...]:
-        """The backward as a function of tensors."""
-        *saved, do, dht = tensors
-        return self.launch_backward(Saved._make(saved), present(do), dht, wanted, scale, None, None)
-
     def launch_backward(
-        self,
-        saved: Saved,
-        do: Tensor,
-        dht: Tensor | None,
-        wanted: Sequence[bool],
-        scale: float | None,
-        cu_seqlens: Tensor | None,
-        chunk_indices: Tensor | None,
+        self, saved: Saved, grads: Sequence[Tensor | None], wanted: Sequence[bool], scalars: Scalars, packed: Packed
     ) -> Gradients:
         """The backward, stage by stage; what only gradients that are not wanted need is not run.
 
         Saved-tensor hooks may hand a gate back in another layout, so its arrival is read, not assumed.
         """
+        (scale,), (cu_seqlens, chunk_indices) = scalars, packed
+        do, dht = present(grads[0]), grads[1]
         if cu_seqlens is not None:
             chunk_indices = chunks_of(cu_seqlens, chunk_indices, self.BT, saved.v.shape[1])
         packed = (cu_seqlens, chunk_indices)
-        wants_q, wants_k, wants_v, wants_g, wants_beta, wants_A, wants_bias, wants_h0 = wanted
+        wants_q, wants_k, _, wants_g, wants_beta, *wants_parameters, _ = wanted
         q, k, v, A, initial_state = saved.q, saved.k, saved.v, saved.A, saved.initial_state
         G = None if saved.g is None else layouts.in_layout(saved.g, self.layout)
         beta = layouts.in_layout(saved.beta, self.layout)
@@ -331,19 +221,11 @@ class Chain:
             norm = self.row_norm
             dq = norm.backward(q, present(saved.q_rstd), present(dq), cu_seqlens) if wants_q else None
             dk = norm.backward(k, present(saved.k_rstd), present(dk), cu_seqlens) if wants_k else None
-        dg, dA_log, ddt_bias = self._gate_gradients(saved, dG, wants_g, wants_A or wants_bias, packed)
+        dg, *dparameters = self._gate_gradients(saved, dG, wants_g, any(wants_parameters), packed)
         if wants_beta:
             dbeta = self.beta_gate.backward(beta, present(dbeta))
-        return Gradients(
-            dq if wants_q else None,
-            dk if wants_k else None,
-            dv if wants_v else None,
-            dg if wants_g else None,
-            dbeta if wants_beta else None,
-            dA_log if wants_A else None,
-            ddt_bias if wants_bias else None,
-            dh0 if wants_h0 else None,
-        )
+        found = (dq, dk, dv, dg, dbeta, *dparameters, dh0)
+        return Gradients._make([gradient if wants else None for gradient, wants in zip(found, wanted, strict=True)])
 
     def _staged_backward(
         self,
@@ -359,7 +241,7 @@ class Chain:
         scale: float | None,
         chunks: bool,
         inverse: bool,
-        packed: fused.Packed,
+        packed: Packed,
     ) -> tuple[Tensor | None, ...]:
         """dq, dk, dv, dG, dbeta, dh0 of the activated inputs, stage by stage.
 
@@ -404,7 +286,7 @@ class Chain:
         scale: float | None,
         chunks: bool,
         inverse: bool,
-        packed: fused.Packed,
+        packed: Packed,
     ) -> tuple[Tensor | None, ...]:
         """The same around one walk back over the chunks; see `kernels/fused_bwd.py`."""
         P = self.scores(q, k, G, scale, packed)
@@ -427,8 +309,8 @@ class Chain:
         dG: Tensor | None,
         wants_g: bool,
         wants_parameters: bool,
-        packed: tuple[Tensor | None, Tensor | None],
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        packed: Packed,
+    ) -> Outputs:
         """Gradients of the gate and its parameters from that of the cumulative gate; row-major."""
         if dG is None or not (wants_g or wants_parameters):
             return None, None, None
@@ -436,16 +318,4 @@ class Chain:
         if not self.fused_gate:
             return dg, None, None
         raw_g = layouts.in_layout(present(saved.raw_g), self.raw_layout)
-        dg, dA_log, ddt_bias = self.gate_bwd(raw_g, saved.A_log, saved.dt_bias, dg, *packed)
-        return dg, dA_log, ddt_bias
-
-    def __call__(self, *arguments: Any) -> tuple[Tensor | None, ...]:
-        """Forward and, with `grad`, backward, as the tuner runs it: the operands with do and dht, then the rest."""
-        *given, do, dht, scale, cu_seqlens, chunk_indices = arguments
-        inputs = Inputs._make(given)
-        o, final_state, saved = self.forward(inputs, scale, cu_seqlens, chunk_indices)
-        if not self.grad:
-            return (o, final_state, *[None] * len(Gradients._fields))
-        wanted = [tensor is not None for tensor in inputs]
-        gradients = self.backward(saved, do, dht, wanted, scale, cu_seqlens, chunk_indices)
-        return (o, final_state, *gradients)
+        return self.gate_bwd(raw_g, saved.A_log, saved.dt_bias, dg, *packed)

@@ -1,28 +1,15 @@
-"""`chunk_gated_delta_rule` for callers: the public function and its place in autograd."""
+"""`chunk_gated_delta_rule` for callers: the public function."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
-
 import torch
-from torch import Tensor
 from torch.compiler import is_compiling
 
-from ...dispatch import router
-from ...errors import UnsupportedProblemError
-from ...launch.prepared import Prepared
-from ...spec.packing import chunks_of, written
-from ...spec.watched import any_nested, plain, settled
-from .arguments import check
-from .chain import Chain, Inputs, Saved
+from ...spec.packing import chunks_of
+from ...spec.watched import any_nested, plain
+from ..chain import autograd
+from .arguments import check, operands
 from .spec import SPEC
-
-TWICE = (
-    "its gradients cannot be differentiated again, so create_graph=True (gradient penalties, Hessians, optimizers that "
-    "use them) is not served: detach what goes through this op, or leave create_graph off"
-)
 
 
 def chunk_gated_delta_rule(
@@ -89,129 +76,26 @@ def chunk_gated_delta_rule(
 
     Source: Yang, Kautz, Hatamizadeh 2024, Gated Delta Networks, arXiv:2412.06464, section 3.3.
     """
-    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
-    if is_compiling() or getattr(q, "is_meta", False) or not plain(*tensors) or any_nested(q, k, v, g, beta):
-        from .compiled import traced_chain
-
-        return traced_chain(
-            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-            use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, cu_seqlens_cpu, chunk_indices,
-            cp_context, use_gate_in_kernel, A_log, dt_bias, chunk_size,
-        )  # fmt: skip
-    flags = (
+    tensors: tuple[torch.Tensor | None, ...] = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    options = (
         output_final_state,
         use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel,
         allow_neg_eigval,
         state_v_first,
         use_gate_in_kernel,
+        chunk_size,
     )
-    check(tensors, (*flags, chunk_size), scale, cu_seqlens, cu_seqlens_cpu, chunk_indices, cp_context)
-    if not use_gate_in_kernel:
-        A_log = dt_bias = None
-    A_log = None if A_log is None else A_log.reshape(-1)
-    dt_bias = None if dt_bias is None else dt_bias.reshape(-1)
-    kind = q.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    given = (tensors, options, scale, cu_seqlens, cu_seqlens_cpu, chunk_indices, cp_context)
+    if is_compiling() or getattr(q, "is_meta", False) or not plain(*tensors) or any_nested(q, k, v, g, beta):
+        from .compiled import traced_chain
+
+        return traced_chain(*given)
+    check(*given)
+    tensors = operands(tensors, options)
     if cu_seqlens is not None and cu_seqlens_cpu is not None:
         chunk_indices = chunks_of(cu_seqlens, chunk_indices, chunk_size, q.shape[1], cu_seqlens_cpu)
-    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
-    grad = torch.is_grad_enabled() and wants_grad(tensors)
-    call = _Call((*flags, chunk_size, grad), None if scale is None else float(scale), cu_seqlens, chunk_indices, kind)
-    if grad:
-        o, final_state = _Function.apply(call, *tensors)  # type: ignore[no-untyped-call]
-        return o, final_state
-    (o, final_state), _ = _forward(call, tensors)
+    scalars = (None if scale is None else float(scale),)
+    o, final_state = autograd.call(SPEC, tensors, options, scalars, cu_seqlens, chunk_indices)
+    assert o is not None
     return o, final_state
-
-
-def wants_grad(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether any of them requires a gradient."""
-    return True in [tensor is not None and tensor.requires_grad for tensor in tensors]
-
-
-class _Call(NamedTuple):
-    """What a call says beside its tensors, and the kind of device they are on."""
-
-    options: tuple[bool | int, ...]
-    scale: float | None
-    cu_seqlens: Tensor | None
-    chunk_indices: Tensor | None
-    kind: str
-
-    def versions(self) -> list[object]:
-        """What changes when what describes a packed batch is written to."""
-        return [written(tensor) for tensor in (self.cu_seqlens, self.chunk_indices) if tensor is not None]
-
-
-def _forward(call: _Call, tensors: Sequence[Tensor | None]) -> tuple[tuple[Tensor, Tensor | None], tuple[Chain, Saved]]:
-    """Run the forward of what the router chooses; the chosen chain runs the backward too."""
-
-    def run(prepared: Prepared) -> tuple[tuple[Tensor, Tensor | None], tuple[Chain, Saved]]:
-        chain = prepared.launch
-        assert isinstance(chain, Chain)
-        inputs = Inputs._make(prepared.arrange(tensors))
-        with prepared.on_device():
-            o, final_state, saved = chain.forward(inputs, call.scale, call.cu_seqlens, call.chunk_indices)
-        return (o, final_state), (chain, saved)
-
-    operands = (*tensors, None, None)
-    return router.call_by(SPEC, run, operands, call.options, (call.scale,), call.cu_seqlens, call.chunk_indices)
-
-
-class _Function(torch.autograd.Function):
-    """The chain for autograd; the backward runs the chain that its forward chose and looks nothing up."""
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        with without_autocast(call.kind):
-            (o, final_state), (chain, saved) = _forward(call, tensors)
-        ctx.save_for_backward(*saved)
-        ctx.chain, ctx.call, ctx.versions = chain, call, call.versions()
-        ctx.set_materialize_grads(False)
-        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
-        return o, final_state
-
-    @staticmethod
-    def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Tensor | None, ...]:
-        if not torch.is_grad_enabled():
-            return _Function.gradients(ctx, do, dht)
-        # With `create_graph` the gradients may be differentiated themselves. They depend on the inputs also where
-        # nothing that arrives here requires a gradient, as the ones of a sum: torch's `once_differentiable` would hand
-        # those on as constants. They are constants where only v and the initial state, in which o is linear, vary.
-        varies = dict(zip(Inputs._fields, ctx.needs_input_grad[1:]))
-        linear = not any(wants for name, wants in varies.items() if name not in ("v", "initial_state"))
-        if not linear or wants_grad((do, dht)):
-            raise UnsupportedProblemError(SPEC.name, [TWICE])
-        with torch.no_grad():
-            return _Function.gradients(ctx, do, dht)
-
-    @staticmethod
-    def gradients(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradients of what `forward` took."""
-        call: _Call = ctx.call
-        saved = Saved._make(ctx.saved_tensors)
-        do, dht = settled(do), settled(dht)
-        with without_autocast(call.kind):
-            if do is None:
-                do = torch.zeros_like(saved.v)
-            if call.versions() != ctx.versions:
-                raise RuntimeError(
-                    f"{SPEC.name}: cu_seqlens or chunk_indices were written to between forward and backward: "
-                    "hand over a copy"
-                )
-            gradients = ctx.chain.backward_or_default(
-                saved, do, dht, ctx.needs_input_grad[1:], call.scale, call.cu_seqlens, call.chunk_indices
-            )
-        cast = [
-            gradient if gradient is None or gradient.dtype is dtype else gradient.to(dtype)
-            for gradient, dtype in zip(gradients, ctx.dtypes)
-        ]
-        return (None, *cast)
-
-
-def without_autocast(kind: str) -> AbstractContextManager[object]:
-    """Turns autocast off for a kind of device, where it is on: entering its context takes longer than a launch."""
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()

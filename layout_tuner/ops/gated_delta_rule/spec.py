@@ -14,7 +14,7 @@ from ...spec.registry import register
 
 # The stages, which a chain looks up by name: with their sources it is another chain.
 from .. import bwd_dhu, dqkwg, dv_local, fwd_h, fwd_o, gate, intra, local_cumsum, recompute_w_u, wy_bwd  # noqa: F401
-from .by_reference import ChainByReference
+from ..chain.by_reference import ChainByReference
 from .chain import Chain, Gradients
 
 
