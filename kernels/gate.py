@@ -24,7 +24,7 @@ def sigmoid(b_x):
 
 
 @triton.jit
-def _softplus(b_x):
+def softplus(b_x):
     """log(1 + exp(x)), accurate relative to itself also where exp(x) vanishes beside 1."""
     # Not a minimum, which may swallow NaN.
     b_e = tl.exp(tl.where(b_x > 20.0, 20.0, b_x))
@@ -73,7 +73,7 @@ def gdn_gate_chunk_cumsum(
         if USE_DT_BIAS:
             b_x += tl.load(dt_bias + i_h + o_h, mask=i_h + o_h < HV, other=0.0).to(tl.float32)[:, None]
         b_rate = -tl.exp(tl.load(A_log + i_h + o_h, mask=i_h + o_h < HV, other=0.0).to(tl.float32))
-        b_gate = b_rate[:, None] * _softplus(b_x)
+        b_gate = b_rate[:, None] * softplus(b_x)
         if RESETS:
             b_gate = bounded(b_gate)
         b_out = triangular_sum(b_gate, o_t, False, DOT_PRECISION)
@@ -123,12 +123,12 @@ def gdn_gate_bwd(
             b_dgate = load_head_block(dgate, i_b, bos, first, T, o_t, i_h, o_h, T, HV, DGATE_T_CONTIG)
             if RESETS:
                 # Rounding is all that sums of later tokens leave there, and the gate's size would magnify it.
-                b_dgate = tl.where(b_rate[:, None] * _softplus(b_x) < RESET, 0.0, b_dgate)
+                b_dgate = tl.where(b_rate[:, None] * softplus(b_x) < RESET, 0.0, b_dgate)
             # Outside every sequence dgate is 0 while the input may hold anything, also NaN.
             b_x = tl.where(b_dgate == 0.0, 0.0, b_x)
             b_dg = b_dgate * b_rate[:, None] * sigmoid(b_x)
             store_head_block(dg, b_dg, i_b, bos, first, T, o_t, i_h, o_h, T, HV, DG_T_CONTIG)
-            b_dA += b_dgate * b_rate[:, None] * _softplus(b_x)
+            b_dA += b_dgate * b_rate[:, None] * softplus(b_x)
             b_dbias += b_dg
         # A product with ones adds in one order whatever the layouts are; tl.sum would follow the tile's.
         b_ones = tl.full([BT, 16], 1.0, dtype=tl.float32)

@@ -94,7 +94,8 @@ def chunk_kda_bwd_intra(
         begin = i_s * 16
         o_t = begin + o_r
         m_t = o_t < tokens
-        m_past = o_s < tl.minimum(begin, tokens)
+        # A strip without tokens has no past either: its reference would be 0, and factors overflow.
+        m_past = o_s < tl.where(begin < tokens, begin, 0)
         o_next = begin + 16 + o_s
         m_next = o_next < tokens
         head = (first * H + i_h // (HV // H)) * K

@@ -19,10 +19,21 @@ import triton
 import triton.language as tl
 
 from .channels import clear_outside_channels, load_channels, store_channels
-from .gate import _softplus as softplus
-from .gate import sigmoid
+from .gate import sigmoid, softplus
 from .local_cumsum import RESET, bounded
 from .time_axis import chunk_pointer, locate_chunk
+
+
+@triton.jit
+def bf16_parts(b_x):
+    """A tile in fp32 as a sum of three in bf16, 8 bits each: a matrix unit then adds up all 24 bits of a number.
+
+    Three products of tf32 would leave out two of them.
+    """
+    b_high = b_x.to(tl.bfloat16)
+    b_rest = b_x - b_high.to(tl.float32)
+    b_middle = b_rest.to(tl.bfloat16)
+    return b_high, b_middle, (b_rest - b_middle.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit
@@ -31,23 +42,27 @@ def column_sums(
     b_x,
     SPLIT: tl.constexpr,
 ):
-    """The product of a matrix of zeros and ones with a tile in fp32.
-
-    With SPLIT as three products of bf16 parts, 8 bits each: a matrix unit then adds up all 24 bits of a gate, of which
-    three products of tf32 would leave out two.
-    """
+    """The product of a matrix of zeros and ones with a tile in fp32, in `bf16_parts` of it with SPLIT."""
     if SPLIT:
         b_ones = b_weights.to(tl.bfloat16)
-        b_high = b_x.to(tl.bfloat16)
-        b_rest = b_x - b_high.to(tl.float32)
-        b_middle = b_rest.to(tl.bfloat16)
-        b_low = (b_rest - b_middle.to(tl.float32)).to(tl.bfloat16)
+        b_high, b_middle, b_low = bf16_parts(b_x)
         b_out = tl.dot(b_ones, b_low)
         b_out = tl.dot(b_ones, b_middle, b_out)
         b_out = tl.dot(b_ones, b_high, b_out)
     else:
         b_out = tl.dot(b_weights, b_x, input_precision="ieee")
     return b_out
+
+
+@triton.jit
+def row_sums_of_parts(b_x):
+    """The sum of each row of a tile in fp32, as products of `bf16_parts`; in one order whatever the layouts are."""
+    b_ones = tl.full([b_x.shape[1], 16], 1.0, dtype=tl.float32).to(tl.bfloat16)
+    b_high, b_middle, b_low = bf16_parts(b_x)
+    b_out = tl.dot(b_low, b_ones)
+    b_out = tl.dot(b_middle, b_ones, b_out)
+    b_out = tl.dot(b_high, b_ones, b_out)
+    return tl.sum(tl.where((tl.arange(0, 16) == 0)[None, :], b_out, 0.0), axis=1)
 
 
 @triton.jit

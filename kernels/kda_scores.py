@@ -61,7 +61,8 @@ def chunk_kda_scores(
         first = tl.cast(bos + i_t * BT, tl.int64)
         o_t = i_s * 16 + o_r
         m_t = o_t < tokens
-        m_past = o_s < tl.minimum(i_s * 16, tokens)
+        # A strip without tokens has no past either: its reference would be 0, and factors overflow.
+        m_past = o_s < tl.where(i_s * 16 < tokens, i_s * 16, 0)
         p_q = q + (first * H + i_h // (HV // H)) * K
         p_k = k + (first * H + i_h // (HV // H)) * K
         p_g = chunk_pointer(g, i_b, i_t, bos, i_h, T, HV, BT, G_T_CONTIG, K)

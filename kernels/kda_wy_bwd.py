@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from .channels import clear_outside_channels, load_channels, load_row, store_channels
-from .kda_gate import column_sums
+from .kda_gate import column_sums, row_sums_of_parts
 from .state import load_state, state_offset
 from .time_axis import (
     chunk_pointer,
@@ -130,7 +130,11 @@ def chunk_kda_bwd_wy_dqkg_fused(
                 o_v = i_v + tl.arange(0, BV)
                 b_h = load_state(p_h, o_k, o_v, K, V, STATE_V_FIRST)
                 b_dh = load_state(p_dh, o_k, o_v, K, V, STATE_V_FIRST)
-                b_hdh += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
+                if STATE_V_FIRST:
+                    # Not turned: bishengir 1.2.0 does not compile the sum over a turned tile's columns.
+                    b_hdh += tl.sum(tl.trans(b_h).to(tl.float32) * tl.trans(b_dh).to(tl.float32), axis=0)
+                else:
+                    b_hdh += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
                 b_do = load_channels(do + row * V, o_t, o_v, m_t, V, HV * V)
                 b_vn = load_channels(v_new + row * V, o_t, o_v, m_t, V, HV * V)
                 b_du = load_channels(du + row * V, o_t, o_v, m_t, V, HV * V)
@@ -153,7 +157,11 @@ def chunk_kda_bwd_wy_dqkg_fused(
             b_kdk = b_k * b_dk
             b_dG = b_q * b_dq - b_kdk + b_kg * b_tw
             b_end = tl.where((o_t == tokens - 1)[:, None], 1.0, 0.0)
-            b_dG += column_sums(tl.broadcast_to(b_end, [BT, BT]), b_kdk, SPLIT)
+            if SPLIT:
+                # ptxas 12.8 loses the addresses of the operands of products that fill every row.
+                b_dG += b_end * row_sums_of_parts(tl.trans(b_kdk))[None, :]
+            else:
+                b_dG += column_sums(tl.broadcast_to(b_end, [BT, BT]), b_kdk, SPLIT)
             b_dG += b_end * (tl.exp2(b_last) * b_hdh)[None, :]
             store_channels(dq + row * K, o_t, o_k, m_t, b_dq, K, HV * K)
             store_channels(dk + row * K, o_t, o_k, m_t, b_dk + b_gate * b_tw, K, HV * K)

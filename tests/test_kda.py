@@ -2,14 +2,23 @@
 
 import math
 
+import accesses
 import pytest
 import torch
+from cases import key_for
+from hardware import INTERPRETED
 from kda import RCP_LN2, Case, Stages, variant
 from layout_tuner.kernels import tiling
 
 from layout_tuner import ops, reference
+from layout_tuner.device.driver import Chip
+from layout_tuner.launch import launcher
+from layout_tuner.launch.prepared import Prepared
+from layout_tuner.spec import registry
+from layout_tuner.spec.declaration import Problem
 from layout_tuner.spec.layouts import Layout, relayout
 from layout_tuner.tuning import numerics
+from layout_tuner.tuning.experiment import Experiment
 
 F64 = torch.float64
 PACKED = (2, 2, 9, 10, 28, 30)  # outside tokens first, an empty sequence, one of a single token, one past a chunk
@@ -271,6 +280,22 @@ def test_a_state_s_gate_in_either_layout(device: torch.device) -> None:
         if G is kept["G"]:
             first = (h, v_new, ht, dh, dh0, dv2)
     assert all(map(numerics.identical, first, (h, v_new, ht, dh, dh0, dv2)))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU takes its own way")
+@pytest.mark.parametrize("op", ["chunk_kda_bwd_wy_dqkg_fused", "chunk_kda_bwd_intra", "kda_gate_bwd"])
+def test_a_gpu_s_way_is_right_and_stays_within_its_tensors(op: str, device: torch.device) -> None:
+    """Its tiles, and sums as products of 16-bit parts, which the interpreter does not take by itself."""
+    spec = registry.lookup(op)
+    key = key_for(spec, spec.standard_forms["training"], "bfloat16", B=1, T=20, H=1, HV=2, K=40, V=72)
+    chip = Chip(kind="cuda", name="sm_90", cube_programs=3, vector_programs=3)
+    experiment = Experiment(spec, key, device, problem=Problem(key=key, chip=chip))
+    candidate, call = experiment.default, experiment.call
+    check = experiment.check(Prepared(spec, experiment.problem, candidate, call))
+    assert check.right, check
+    with launcher.recording() as records:
+        Prepared(spec, experiment.problem, candidate, call)(call.tensors, call.scalars, None, None)
+    assert [text for record in records for text in accesses.outside(record)] == []
 
 
 def test_a_bound_that_is_not_safe_is_refused(device: torch.device) -> None:

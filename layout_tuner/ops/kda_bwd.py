@@ -173,7 +173,7 @@ def _bind(problem: Problem, candidate: Candidate) -> Launch:
     key, BT, plan = problem.key, problem.BT, candidate.plan
     HV, K, V = key.HV, key.K, key.V
     BK, BV = tiling.chunk_kda_bwd_wy_dqkg_fused_tiles(
-        candidate.variant, K, V, problem.element_bytes, problem.chip.tiles
+        candidate.variant, K, V, problem.element_bytes, problem.chip.tiles, problem.form.flag("state_v_first")
     )
     on_gpu = problem.chip.kind == "cuda"
     kernel = launcher.bind(

@@ -89,30 +89,31 @@ class Stages:
     scale: float = 0.3
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    @property
-    def packed(self) -> dict[str, object]:
-        return {"cu_seqlens": self.case.starts}
+    def packed(self, like: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        """The starts of the sequences, where another tensor is."""
+        starts = self.case.starts
+        return {"cu_seqlens": None if starts is None else starts.to(like.device)}
 
     def forward(self, q, k, v, g, beta, h0, **_):  # type: ignore[no-untyped-def]
         """(o, ht), and all that a backward needs in `kept`."""
-        BT = self.case.BT
-        G = relayout(ops.chunk_local_cumsum_channels(g, BT, scale=RCP_LN2, **self.packed), self.layout)
+        BT, packed = self.case.BT, self.packed(q)
+        G = relayout(ops.chunk_local_cumsum_channels(g, BT, scale=RCP_LN2, **packed), self.layout)
         w, u, qg, kg, Aqk, Akk = ops.chunk_kda_fwd_intra(
-            q, k, v, G, beta, self.scale, chunk_size=BT, safe_gate=self.safe_gate, disable_recompute=True, **self.packed
+            q, k, v, G, beta, self.scale, chunk_size=BT, safe_gate=self.safe_gate, disable_recompute=True, **packed
         )
         h, v_new, ht = ops.chunk_gated_delta_rule_fwd_h(
             kg, w, u, gk=G, initial_state=h0, output_final_state=True, chunk_size=BT,
-            state_v_first=self.case.v_first, **self.packed,
+            state_v_first=self.case.v_first, **packed,
         )  # fmt: skip
         o = ops.chunk_gla_fwd_o_gk(
-            q, v_new, G, Aqk, h, self.scale, state_v_first=self.case.v_first, chunk_size=BT, **self.packed
+            q, v_new, G, Aqk, h, self.scale, state_v_first=self.case.v_first, chunk_size=BT, **packed
         )
         self.kept.update(G=G, w=w, qg=qg, kg=kg, Aqk=Aqk, Akk=Akk, h=h, v_new=v_new)
         return o, ht
 
     def backward(self, q, k, v, beta, h0, do, dht, **_):  # type: ignore[no-untyped-def]
         """Gradients of q, k, v, g, beta and h0."""
-        x, BT, options = self.kept, self.case.BT, {"chunk_size": self.case.BT, **self.packed}
+        x, BT, options = self.kept, self.case.BT, {"chunk_size": self.case.BT, **self.packed(q)}
         states = {"state_v_first": self.case.v_first}
         dAqk, dv_local = ops.chunk_kda_bwd_dAv(q, k, x["v_new"], do, x["Aqk"], self.scale, **options)
         dh, dh0, du = ops.chunk_gated_delta_rule_bwd_dhu(
@@ -124,7 +125,7 @@ class Stages:
         dq, dk, db, dG = ops.chunk_kda_bwd_intra(
             q, k, x["G"], beta, dAqk, dAkk, dq, dk, db, dG, safe_gate=self.safe_gate, **options
         )
-        dg = ops.chunk_local_cumsum_channels(dG, BT, reverse=True, **self.packed)
+        dg = ops.chunk_local_cumsum_channels(dG, BT, reverse=True, **self.packed(q))
         dq, dk = (grad.unflatten(2, (self.case.H, -1)).sum(3) for grad in (dq, dk))
         return {"dq": dq, "dk": dk, "dv": dv, "dg": dg, "dbeta": db, "dh0": dh0}
 
