@@ -32,6 +32,7 @@ ROWS = (
     ("ascend", "warming"),
     ("syncing",),
     ("api", "explanation", "child", "selftest"),
+    ("serving",),
     ("cli",),
 )
 # The cache's own, likewise.

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from layout_tuner import is_enabled, reference, stats
-from layout_tuner.integrations import sglang, vllm
+from layout_tuner.serving import sglang, vllm
 
 OWN = "its own"
 

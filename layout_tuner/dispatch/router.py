@@ -449,7 +449,7 @@ def clear() -> None:
 
 def active() -> bool:
     """Whether there is any entry."""
-    return bool(_entries)
+    return len(_entries) > 0  # as a compiler of torch 2.11 can trace it
 
 
 def entries() -> list[Router]:

@@ -65,7 +65,9 @@ def check(
     if cu_seqlens_cpu is not None and not isinstance(cu_seqlens_cpu, Tensor):
         faults.append(f"cu_seqlens_cpu: wanted a tensor, got {type(cu_seqlens_cpu).__name__}")
     q, k, v = tensors[:3]
-    whole = q is not None and k is not None and v is not None and type(chunk_size) is int and {*map(type, flags)} == {bool}
+    whole = (
+        q is not None and k is not None and v is not None and type(chunk_size) is int and {*map(type, flags)} == {bool}
+    )
     whole = whole and of_type((*tensors, cu_seqlens, chunk_indices), Tensor) and of_type((scale,), float)
     if faults or not whole:
         flat = [x.reshape(-1) if i in (5, 6) and isinstance(x, Tensor) else x for i, x in enumerate(tensors)]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .. import api
 from ..config import Config
-from .takeover import Takeover
+from ..integrations.takeover import Takeover
 
 log = logging.getLogger(__name__)
 
