@@ -4,6 +4,7 @@ Warm-up of what `tuner shapes` reads from a model's configuration has to be what
 """
 
 import copy
+import importlib.util
 import logging
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from layout_tuner.integrations.architectures import load_model, shapes_of
 from layout_tuner.warming import warmup
 
 transformers = pytest.importorskip("transformers", reason="make transformers-test installs it")
+if importlib.util.find_spec("fla") is not None:
+    pytest.skip("models take flash-linear-attention where it is installed", allow_module_level=True)
 
 # Its own modules: a function without a second use, notices that packages are missing.
 pytestmark = pytest.mark.filterwarnings("default")
