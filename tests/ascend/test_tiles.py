@@ -98,22 +98,20 @@ def test_no_width_overflows(op: str, compiler: Compiler) -> None:
 
 
 # Their plans fill UB whatever their tiles are, with multi-buffering and without.
-FULL = {"chunk_bwd_dqkwg", "prepare_wy_repr_bwd"}
+FULL = {"chunk_bwd_dqkwg", "chunk_kda_bwd_wy_dqkg_fused", "prepare_wy_repr_bwd"}
 
 
 def test_every_other_op_has_a_candidate_that_leaves_a_fifth_of_ub(compiler: Compiler) -> None:
     """So that the plan of another release still fits."""
-    roomy = set()
+    used: dict[str, float] = {}
     ops_with_plans = [name for name in registry.names() if not registry.lookup(name).is_chain and name not in FULL]
     for op in ops_with_plans:
         spec = registry.lookup(op)
         key = matrix.key(spec, 64, 64, "bfloat16", False, spec.every_form[0])
         cases = [case for case in cases_of(spec, key) if matrix.contiguous(case) or not case.candidate.plan.layouts]
-        for report in compile_candidates(cases[-1:], compiler):
-            assert matrix.single_buffered(cases[-1]) and report.ok
-            if report.totals()["ub_bytes"] <= 0.8 * B3.ub_bytes:
-                roomy.add(op)
-    assert roomy == set(ops_with_plans)
+        reports = compile_candidates(cases, compiler)
+        used[op] = min((each.totals()["ub_bytes"] / B3.ub_bytes for each in reports if each.ok), default=2.0)
+    assert {op: share for op, share in used.items() if share > 0.8} == {}
 
 
 def test_without_multi_buffering_a_kernel_takes_less(compiler: Compiler) -> None:
