@@ -272,11 +272,12 @@ def chunk_kda_bwd_wy_dqkg_fused_tiles(
 ) -> tuple[int, int]:
     """`(BK, BV)` of `chunk_kda_bwd_wy_dqkg_fused`: channels and values at a time; three accumulators of 64 x BK.
 
-    Where Ascend turns the states of a tile on chip it has room for half as many values.
+    Where Ascend turns the states of a tile on chip, or has no loop over values to take them in turn, it has room for
+    half as many.
     """
     if chip == "cuda":
         return (power_of_two(K, 16, 32), power_of_two(V, 16, 64)) if element_bytes == 2 else (16, 16)
-    return power_of_two(K, 16, 32), power_of_two(V, 16, 32 if v_first else 64)
+    return power_of_two(K, 16, 32), power_of_two(V, 16, 32 if v_first or V <= 64 else 64)
 
 
 def chunk_kda_bwd_intra_tiles(variant: str, K: int, element_bytes: int, chip: str) -> int:
