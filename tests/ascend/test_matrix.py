@@ -28,10 +28,21 @@ OPS = registry.names()
 PAIRS = (("K", "dtype"), ("K", "packed"), ("dtype", "packed"))
 
 
+# What Ascend's compiler refuses so far; a kernel that it takes again fails here, and its row goes.
+UNSOLVED = {
+    (op, "Ascend950PR_9589"): [pytest.mark.xfail(reason="KDA's intra stages do not compile for A5 yet", strict=True)]
+    for op in ("chunk_kda_bwd_intra", "chunk_kda_fwd_intra")
+}
+
+
 def parts(*targets: str) -> list[object]:
     """The matrix in parts, those that are not sampled for the nightly run only."""
     return [
-        pytest.param(part, id=str(part), marks=() if part.sampled else pytest.mark.nightly)
+        pytest.param(
+            part,
+            id=str(part),
+            marks=[*UNSOLVED.get((part.op, target), ()), *([] if part.sampled else [pytest.mark.nightly])],
+        )
         for target in targets
         for op in OPS
         for part in matrix.parts(registry.lookup(op), target)
