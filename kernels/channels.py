@@ -1,19 +1,12 @@
-"""Addresses of tensors with channels, `[B, T, HV, D]`, whose layout along time is a choice.
+"""Tiles of tensors with channels: rows of tokens, columns of channels, from where `time_axis.chunk_pointer` points.
 
-The channels of a token stay together in both layouts; only the distance between two tokens of a head changes, and
-with it where a head begins:
-
-    stride-HV     ((b * T + t) * HV + h) * D + c
-    T-contiguous  ((b * HV + h) * T + t) * D + c
-
-So the address is that of a `[B, T, HV]` tensor times D, plus the channel. Kernels write the distance of two tokens
-themselves, `D if T_CONTIG else HV * D`: triton-ascend 3.2 takes what a function returns for a value, not a constant.
+Serves row-major tensors as well, whose rows are as far apart in either layout. Kernels write the distance of two tokens
+of a time-axis tensor themselves, `C if T_CONTIG else HV * C`: triton-ascend 3.2 takes what a function returns for a
+value, not a constant.
 """
 
 import triton
 import triton.language as tl
-
-from .time_axis import clear_rows, load_bounded
 
 
 @triton.jit
@@ -56,43 +49,3 @@ def store_channels(
     """Writes what `load_channels` reads, cast to the dtype of the storage."""
     m_x = m_r[:, None] & (o_c < D)[None, :]
     tl.store(p_x + o_r[:, None] * STRIDE + o_c[None, :], b_x.to(p_x.dtype.element_ty), mask=m_x)
-
-
-@triton.jit
-def clear_channels(
-    p_out,
-    first,
-    last,
-    T,
-    HV: tl.constexpr,
-    D: tl.constexpr,
-    T_CONTIG: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Zero the tokens `first .. last` of a packed tensor with channels."""
-    if T_CONTIG:
-        for i_h in range(tl.program_id(0), HV, tl.num_programs(0)):
-            for t in range(first, last):
-                p_row = p_out + (tl.cast(i_h, tl.int64) * T + t) * D
-                for i_c in range(0, D, BLOCK):
-                    o_c = i_c + tl.arange(0, BLOCK)
-                    zero = tl.zeros([BLOCK], dtype=p_out.dtype.element_ty)
-                    tl.store(p_row + o_c, zero, mask=o_c < D)
-    else:
-        clear_rows(p_out, first, last, HV * D, BLOCK)
-
-
-@triton.jit
-def clear_outside_channels(
-    p_out,
-    cu_seqlens,
-    T,
-    N,
-    HV: tl.constexpr,
-    D: tl.constexpr,
-    T_CONTIG: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Zero every token of a packed output `[1, T, HV, D]` that no sequence covers, in either layout."""
-    clear_channels(p_out, 0, load_bounded(cu_seqlens, 0, T), T, HV, D, T_CONTIG, BLOCK)
-    clear_channels(p_out, load_bounded(cu_seqlens + N, 0, T), T, T, HV, D, T_CONTIG, BLOCK)

@@ -18,7 +18,7 @@ gate, what follows against its last, which makes every factor at most 1, and the
 import triton
 import triton.language as tl
 
-from .channels import clear_outside_channels, load_channels, load_row, store_channels
+from .channels import load_channels, load_row, store_channels
 from .kda_decay import earlier_factor, later_factor, load_references, pairs
 from .time_axis import (
     chunk_pointer,
@@ -74,7 +74,7 @@ def chunk_kda_bwd_intra(
     if IS_VARLEN:
         clear_outside_rows(dq_out, cu_seqlens, T, N, HV * K, BK)
         clear_outside_rows(dk_out, cu_seqlens, T, N, HV * K, BK)
-        clear_outside_channels(dg_out, cu_seqlens, T, N, HV, K, DG_T_CONTIG, BK)
+        clear_outside_time_axis(dg_out, cu_seqlens, T, N, HV, DG_T_CONTIG, BK, K)
         clear_outside_time_axis(dbeta_out, cu_seqlens, T, N, HV, DB_T_CONTIG, BT)
     g_stride: tl.constexpr = K if G_T_CONTIG else HV * K
     dg_stride: tl.constexpr = K if DG_T_CONTIG else HV * K

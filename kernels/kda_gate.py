@@ -18,10 +18,10 @@ without atomics; whoever launches adds those rows.
 import triton
 import triton.language as tl
 
-from .channels import clear_outside_channels, load_channels, store_channels
+from .channels import load_channels, store_channels
 from .gate import sigmoid, softplus
 from .local_cumsum import RESET, bounded
-from .time_axis import chunk_pointer, locate_chunk
+from .time_axis import chunk_pointer, clear_outside_time_axis, locate_chunk
 
 
 @triton.jit
@@ -132,7 +132,7 @@ def kda_gate_chunk_cumsum(
     gate of each token.
     """
     if IS_VARLEN:
-        clear_outside_channels(out, cu_seqlens, T, N, HV, K, OUT_T_CONTIG, BK)
+        clear_outside_time_axis(out, cu_seqlens, T, N, HV, OUT_T_CONTIG, BK, K)
     NK: tl.constexpr = (K + BK - 1) // BK
     g_stride: tl.constexpr = K if G_T_CONTIG else HV * K
     out_stride: tl.constexpr = K if OUT_T_CONTIG else HV * K

@@ -18,7 +18,7 @@ Sums over tokens and channels are products, which add in one order whatever the 
 import triton
 import triton.language as tl
 
-from .channels import clear_outside_channels, load_channels, load_row, store_channels
+from .channels import load_channels, load_row, store_channels
 from .kda_gate import column_sums, row_sums_of_parts
 from .state import load_state, state_offset
 from .time_axis import (
@@ -86,7 +86,7 @@ def chunk_kda_bwd_wy_dqkg_fused(
         clear_outside_rows(dk, cu_seqlens, T, N, HV * K, BK)
         clear_outside_rows(dv, cu_seqlens, T, N, HV * V, BV)
         clear_outside_rows(dM, cu_seqlens, T, N, HV * BT, BT)
-        clear_outside_channels(dg, cu_seqlens, T, N, HV, K, DG_T_CONTIG, BK)
+        clear_outside_time_axis(dg, cu_seqlens, T, N, HV, DG_T_CONTIG, BK, K)
         clear_outside_time_axis(dbeta, cu_seqlens, T, N, HV, DB_T_CONTIG, BT)
     g_stride: tl.constexpr = K if G_T_CONTIG else HV * K
     dg_stride: tl.constexpr = K if DG_T_CONTIG else HV * K

@@ -3,15 +3,8 @@
 import triton
 import triton.language as tl
 
-from .time_axis import (
-    chunk_pointer,
-    clear_outside_time_axis,
-    load_channels,
-    locate_chunk,
-    store_channels,
-    time_axis_offset,
-    time_axis_stride,
-)
+from .channels import load_channels, store_channels
+from .time_axis import chunk_pointer, clear_outside_time_axis, locate_chunk, time_axis_offset, time_axis_stride
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -91,6 +84,8 @@ def channel_probe(
     """out = x for `[B, T, HV, C]` tensors, each in either layout, chunk by chunk; 0 outside the sequences."""
     if IS_VARLEN:
         clear_outside_time_axis(out, cu_seqlens, T, N, HV, OUT_T_CONTIG, BT, C)
+    x_stride: tl.constexpr = C if X_T_CONTIG else HV * C
+    out_stride: tl.constexpr = C if OUT_T_CONTIG else HV * C
     o_t = tl.arange(0, BT)
     for i_task in range(tl.program_id(0), TASKS, tl.num_programs(0)):
         i_h = i_task % HV
@@ -100,5 +95,5 @@ def channel_probe(
         p_out = chunk_pointer(out, i_b, i_t, bos, i_h, T, HV, BT, OUT_T_CONTIG, C)
         for i_c in range(0, C, BC):
             o_c = i_c + tl.arange(0, BC)
-            b_x = load_channels(p_x, o_t, o_c, m_t, HV, C, BC, X_T_CONTIG)
-            store_channels(p_out, o_t, o_c, b_x, m_t, HV, C, OUT_T_CONTIG)
+            b_x = load_channels(p_x, o_t, o_c, m_t, C, x_stride)
+            store_channels(p_out, o_t, o_c, m_t, b_x, C, out_stride)

@@ -8,8 +8,8 @@ logical shape `[B, T, HV]`, and `[B, T, HV, C]` where every head has a gate for 
     T-contiguous  ((b * HV + h) * T + t) * C + c        stored as [B, HV, T, C]: a head's tokens side by side
 
 C is 1 where there is no channel axis. A kernel reads one chunk of one head in two steps: `chunk_pointer` says where
-that chunk begins, and `load_tokens` or `load_channels` reads it from there, `time_axis_stride` elements from token to
-token.
+that chunk begins, and `load_tokens` or `channels.load_channels` reads it from there, `time_axis_stride` elements from
+token to token.
 
 Packed batches have B = 1; sequence n covers the tokens `cu_seqlens[n] .. cu_seqlens[n + 1]`. Every kernel keeps three
 numbers apart: `T`, the total the host passes (a stride), `length`, the tokens of one sequence (a bound), and `bos`, the
@@ -357,38 +357,3 @@ def load_columns(
     else:
         m_x = m_r[:, None] & (o_e < E)[None, :]
     return tl.load(p_x + o_r[:, None] * STRIDE + o_e[None, :], mask=m_x, other=0.0)
-
-
-@triton.jit
-def load_channels(
-    p_x,
-    o_t,
-    o_c,
-    m_t,
-    HV: tl.constexpr,
-    C: tl.constexpr,
-    BC: tl.constexpr,
-    T_CONTIG: tl.constexpr,
-):
-    """The tile of tokens `o_t` and channels `o_c` (`BC` of `C`) of one head, counted from `p_x`, in its dtype.
-
-    0 where `m_t` does not hold and past the last channel.
-    """
-    return load_columns(p_x, o_t, o_c, m_t, time_axis_stride(HV, T_CONTIG, C), C, BC, C)
-
-
-@triton.jit
-def store_channels(
-    p_x,
-    o_t,
-    o_c,
-    b_x,
-    m_t,
-    HV: tl.constexpr,
-    C: tl.constexpr,
-    T_CONTIG: tl.constexpr,
-):
-    """Store the tile of tokens `o_t` and channels `o_c` of one head, counted from `p_x`, where `m_t` holds."""
-    stride: tl.constexpr = time_axis_stride(HV, T_CONTIG, C)
-    m_x = m_t[:, None] & (o_c < C)[None, :]
-    tl.store(p_x + o_t[:, None] * stride + o_c[None, :], b_x.to(p_x.dtype.element_ty), mask=m_x)

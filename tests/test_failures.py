@@ -50,7 +50,7 @@ class Killed(subprocess.CalledProcessError):
 
 TOO_MUCH = OutOfResources(245760, 232448, "shared memory")
 STALE = OSError(116, "Stale file handle", "/cache/torch_compile_cache/x/k.so")
-FULL = OSError(28, "No space left on device", "/root/.triton/compiled")
+FULL = OSError(28, "No space left on device", "/home/user/.triton/compiled")
 NETWORK = TimeoutError(110, "Connection timed out", "/nfs/k.so")
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
 WORDS = "could not compile, stack overflow in the plug-in"
@@ -90,7 +90,7 @@ CRASH = "PLEASE submit a bug report to the vendor and include the crash backtrac
         (compiler_error(TO_BINARY, f"{PIPELINE}\n{UB}\n"), "overflow", UB),
         (compiler_error(TO_BINARY, f"[NOTE] trying again\n{PIPELINE}\n"), "compile", PIPELINE),
         (compiler_error("MLIRCompile", "", RuntimeError("PassManager::run failed")), "compile", "[INFO]: The compiled "
-         "kernel cache is in /root/.triton"),
+         "kernel cache is in /home/user/.triton"),
         (compiler_error(TO_BINARY, CRASH), "crash", CRASH),
         (compiler_error(TO_BINARY, "a note", Killed(-11)), "crash", "a note"),
         (compiler_error(TO_BINARY, "a note", Killed(-9)), "crash", "a note"),

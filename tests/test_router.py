@@ -696,7 +696,7 @@ def test_a_winner_that_has_run_and_then_fails_falls_back_to_the_default(
     "error",
     [
         OSError(116, "Stale file handle", "/cache/torch_compile_cache/x/k.so"),
-        OSError(28, "No space left on device", "/root/.triton/compiled"),
+        OSError(28, "No space left on device", "/home/user/.triton/compiled"),
         OverflowError("Python int too large to convert to C int"),
         RuntimeError("run:build/torch_npu.dir/compiler_depend.ts:361 NPU function error: Sync, error code is 507015"),
     ],

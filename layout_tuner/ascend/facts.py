@@ -220,14 +220,14 @@ def analyse(
 
 
 def source_of(location: Location | None) -> str:
-    """`file.py:line`, with the line of the kernel that an inlined helper was called from."""
+    """`file.py:line` in the kernel; of an inlined helper, the kernel's line and then the helper's."""
     if location is None:
         return ""
     text = f"{PurePath(location.file).name}:{location.line}"
     outer = location.caller
     while outer is not None and outer.caller is not None:
         outer = outer.caller
-    return text if outer is None else f"{text} (from {PurePath(outer.file).name}:{outer.line})"
+    return text if outer is None else f"{PurePath(outer.file).name}:{outer.line} (in {text})"
 
 
 def bursts_of(sizes: Sequence[int], strides: Sequence[int], bits: int) -> tuple[int, int, Pattern]:

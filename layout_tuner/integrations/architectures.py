@@ -16,7 +16,6 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..files import read_file
-from ..spec import registry
 from ..spec.operands import DTYPES, SHORT_DTYPES
 from ..spec.shapes import callers as known_callers
 
@@ -211,8 +210,6 @@ def _called(layer: Layer, caller: str) -> list[dict[str, Any]]:
     """The ops that a library calls for such a layer, with the forms of its calls."""
     if not layer.channels:
         return [{"op": GATED_DELTA_RULE, "caller": caller}]
-    if "chunk_kda" in registry.names():
-        return [{"op": "chunk_kda", "caller": caller}]
     if caller in SERVING:
         form = "BT=64,gk=float32@STRIDE_HV,initial_state=float32,output_final_state=1,state_v_first=1"
         return [{"op": "chunk_gated_delta_rule_fwd_h", "forms": [form]}]

@@ -20,7 +20,7 @@ CASES = [
     ("compile", f"RuntimeError: {SYNCHRONIZE}", True, True),
     ("compile", "The Inner error is reported as above. The process exits for this inner error", True, True),
     ("compile", "[Errno 116] Stale file handle: '/cache/torch_compile_cache/x/k.so'", True, True),
-    ("compile", "OSError: [Errno 28] No space left on device: '/root/.triton/compiled'", True, True),
+    ("compile", "OSError: [Errno 28] No space left on device: '/home/user/.triton/compiled'", True, True),
     ("overflow", "OverflowError: Python int too large to convert to C int", True, True),
     ("overflow", "int too big to convert", True, True),
     ("compile", MARKER, False, True),

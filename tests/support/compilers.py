@@ -35,6 +35,6 @@ def compiler_error(stage: str, stderr: str, cause: Exception | None = None) -> M
         raise cause or subprocess.CalledProcessError(1, ["bishengir-compile"], b"", stderr.encode())
     except Exception:
         try:
-            raise MLIRCompilationError(stage, stderr + "\n\n[INFO]: The compiled kernel cache is in /root/.triton\n\n")
+            raise MLIRCompilationError(stage, stderr + "\n\n[INFO]: The compiled kernel cache is in ~/.triton\n\n")
         except MLIRCompilationError as error:
             return error
