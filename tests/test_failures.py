@@ -90,7 +90,7 @@ CRASH = "PLEASE submit a bug report to the vendor and include the crash backtrac
         (compiler_error(TO_BINARY, f"{PIPELINE}\n{UB}\n"), "overflow", UB),
         (compiler_error(TO_BINARY, f"[NOTE] trying again\n{PIPELINE}\n"), "compile", PIPELINE),
         (compiler_error("MLIRCompile", "", RuntimeError("PassManager::run failed")), "compile", "[INFO]: The compiled "
-         "kernel cache is in /home/user/.triton"),
+         "kernel cache is in ~/.triton"),
         (compiler_error(TO_BINARY, CRASH), "crash", CRASH),
         (compiler_error(TO_BINARY, "a note", Killed(-11)), "crash", "a note"),
         (compiler_error(TO_BINARY, "a note", Killed(-9)), "crash", "a note"),
