@@ -30,8 +30,8 @@ PAIRS = (("K", "dtype"), ("K", "packed"), ("dtype", "packed"))
 
 # What the compiler refuses so far. A row goes when its kernel compiles.
 UNSOLVED = {
-    (op, "Ascend950PR_9589"): [pytest.mark.xfail(reason="KDA's intra stages do not compile for A5 yet")]
-    for op in ("chunk_kda_bwd_intra", "chunk_kda_fwd_intra")
+    (op, "Ascend950PR_9589"): [pytest.mark.xfail(reason="these stages of KDA do not compile for A5 yet")]
+    for op in ("chunk_kda_bwd_intra", "chunk_kda_bwd_wy_dqkg_fused", "chunk_kda_fwd_intra")
 }
 
 
@@ -147,7 +147,7 @@ def test_rows_that_are_no_multiple_of_32_bytes(op: str, runner: NativeRunner) ->
     spec = registry.lookup(op)
     key = matrix.key(spec, 60, 100, "bfloat16", False, spec.every_form[0], T=70)
     experiment = Experiment(spec, key, torch.device("cpu"))
-    case = next(case for case in cases_of(spec, key) if matrix.contiguous(case))
+    case = next(case for case in cases_of(spec, key) if matrix.contiguous(case) or not case.candidate.plan.layouts)
     got = runner.run(case, experiment.call)
     check = experiment.compare(got)
     assert check.right, f"{check.output}: {check.error:.2e} > {check.limit:.2e}"

@@ -49,7 +49,8 @@ def predictable(op: str, K: int, V: int, dtype: str) -> list[Case]:
 @pytest.mark.parametrize(("K", "V", "dtype"), [(64, 64, "bfloat16"), (256, 256, "float32")])
 @pytest.mark.parametrize("op", PREDICTED)
 def test_predictions_hold_against_the_compilers_plans(op: str, K: int, V: int, dtype: str, compiler: Compiler) -> None:
-    cases = predictable(op, K, V, dtype)
+    # What is predicted is the plan with multi-buffering: without it a kernel takes less, and fits where that does.
+    cases = [case for case in predictable(op, K, V, dtype) if not matrix.single_buffered(case)]
     element_bytes = 2 if dtype == "bfloat16" else 4
     seen = 0
     for report in compile_candidates(cases, compiler):
